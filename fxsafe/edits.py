@@ -1,0 +1,161 @@
+"""Reversible edits: the only ways in which fxsafe changes an object of torch's.
+
+Each edit remembers the exact object it replaced and gives that object back. None of them ever overwrites a
+change that somebody else made after it: ``undo`` then leaves the place alone and says so.
+"""
+
+from __future__ import annotations
+
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Protocol
+
+__all__ = ["AttributeSwap", "CodeSwap", "Edit", "ModuleProperties", "code_with_constants", "copy_function"]
+
+_MISSING: Any = object()
+
+
+class Edit(Protocol):
+    """One change to one object.
+
+    ``target`` names the place for people, e.g. ``"torch.fx._symbolic_trace.is_fx_tracing"``.
+    """
+
+    target: str
+
+    def apply(self) -> None:
+        """Make the change. Raises only if nothing was changed."""
+
+    def undo(self) -> bool:
+        """Put the original object back.
+
+        Returns:
+            False if somebody else has changed the place since: it is then left as they made it.
+        """
+
+
+def code_with_constants(function: FunctionType, constants: dict[str, Any], like: CodeType) -> CodeType:
+    """The code of ``function`` with string constants replaced by objects.
+
+    Args:
+        function: a function whose body binds placeholders, e.g. ``flags = "<flags>"``.
+        constants: placeholder -> object. An object that travels inside the code, rather than in the globals of
+            the function that receives it, is still there for a frame that outlives the undoing of the edit.
+        like: the code that is replaced. Name, file and line are taken from it, so that whoever decides by the
+            file of a frame (Dynamo's skip rules do) decides as before.
+
+    Raises:
+        ValueError: a placeholder does not occur in the body.
+    """
+    code = function.__code__
+    missing = [name for name in constants if name not in code.co_consts]
+    if missing:
+        raise ValueError(f"{function.__qualname__} has no placeholder {missing}")
+    consts = tuple(constants.get(c, c) if isinstance(c, str) else c for c in code.co_consts)
+    fields: dict[str, Any] = {
+        "co_consts": consts,
+        "co_name": like.co_name,
+        "co_filename": like.co_filename,
+        "co_firstlineno": like.co_firstlineno,
+    }
+    if hasattr(code, "co_qualname"):  # Python 3.11
+        fields["co_qualname"] = like.co_qualname
+    return code.replace(**fields)
+
+
+def copy_function(function: FunctionType) -> FunctionType:
+    """A function of its own with the present code, globals, defaults and closure of ``function``."""
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__qualname__ = function.__qualname__
+    copy.__module__ = function.__module__
+    return copy
+
+
+class CodeSwap:
+    """Gives a function another body in place, so that every alias of it follows.
+
+    Functions compiled earlier hold torch's predicates in a closure, other modules import them by name, and
+    Dynamo's rule tables are keyed by the function object: replacing the attribute would miss all of these.
+    """
+
+    def __init__(self, target: str, function: FunctionType, code: CodeType) -> None:
+        """
+        Raises:
+            ValueError: the code needs other free variables than the function has (Python would refuse it).
+        """
+        if len(code.co_freevars) != len(function.__code__.co_freevars):
+            raise ValueError(f"{target}: the new code has other free variables than the function")
+        self.target = target
+        self._function = function
+        self._original = function.__code__
+        self._code = code
+
+    def apply(self) -> None:
+        self._function.__code__ = self._code
+
+    def undo(self) -> bool:
+        if self._function.__code__ is not self._code:
+            return False
+        self._function.__code__ = self._original
+        return True
+
+
+class AttributeSwap:
+    """Replaces one attribute of a module or a class, found in ``vars(owner)`` and never through ``getattr``."""
+
+    def __init__(self, target: str, owner: Any, name: str, new: object) -> None:
+        """
+        Raises:
+            KeyError: the owner itself has no such attribute.
+        """
+        self.target = target
+        self._owner = owner
+        self._name = name
+        self._original = vars(owner)[name]
+        self._new = new
+
+    def apply(self) -> None:
+        setattr(self._owner, self._name, self._new)
+
+    def undo(self) -> bool:
+        if vars(self._owner).get(self._name, _MISSING) is not self._new:
+            return False
+        setattr(self._owner, self._name, self._original)
+        return True
+
+
+def _import_by_name(name: str) -> ModuleType:
+    import importlib
+
+    return importlib.import_module(name)
+
+
+class ModuleProperties:
+    """Sends reads and writes of module attributes through properties.
+
+    The module object gets a ``ModuleType`` subclass that carries the properties. Code outside the module reaches
+    them by attribute and by ``from module import name``; ``global`` statements inside the module keep using the
+    module's dictionary, which the properties leave alone.
+    """
+
+    def __init__(self, target: str, module: ModuleType, properties: dict[str, property]) -> None:
+        self.target = target
+        self._module = module
+        self._original = type(module)
+        namespace: dict[str, Any] = {
+            # Pickling by type (cloudpickle's dispatch table) knows ModuleType only.
+            "__reduce__": lambda self: (_import_by_name, (self.__name__,)),
+            "__module__": __name__,
+        }
+        self._class = type(self._original.__name__, (self._original,), namespace | dict(properties))
+
+    def apply(self) -> None:
+        self._module.__class__ = self._class
+
+    def undo(self) -> bool:
+        if type(self._module) is not self._class:
+            return False
+        self._module.__class__ = self._original
+        return True

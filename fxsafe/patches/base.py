@@ -1,0 +1,66 @@
+"""What a patch is: its name, its reason, where it applies, and how it plans its edits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from fxsafe.edits import Edit
+
+__all__ = ["NotNeeded", "Patch", "Plan", "ShapeError"]
+
+
+class ShapeError(Exception):
+    """A target does not look like any version of it that the patch knows; the message says which and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotNeeded:
+    """A plan that has nothing to do on this torch, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Edits in the order in which they are applied; they are undone in the reverse order.
+
+    Attributes:
+        edits: every target was found and has a known shape; none was changed yet.
+        before_undo: run once when the patch is about to be taken off, before its edits are undone.
+        counters: read for ``info()``.
+    """
+
+    edits: list[Edit]
+    before_undo: Callable[[], None] | None = None
+    counters: Callable[[], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """One entry of the catalogue.
+
+    Attributes:
+        name: as ``install(patches=...)`` and ``FXSAFE_DISABLE`` spell it.
+        summary: one line for people.
+        upstream: links to the reports and pull requests it answers.
+        modules: what must be imported before it can be planned; fxsafe never imports them itself.
+        plan: called with these modules, ``{name: module}``, changes nothing and raises ShapeError if a target
+            has an unknown shape.
+        fixes: the fixes of ``install(fix=...)`` with which it goes.
+        faults: names of the programs in ``fxsafe.doctor.faults`` that it cures.
+        quiet: whether it may be applied and undone only while no thread traces.
+        after_fork_in_child: brings its state in order in a forked child, where only this thread lives on.
+    """
+
+    name: str
+    summary: str
+    upstream: tuple[str, ...]
+    modules: tuple[str, ...]
+    plan: Callable[[Mapping[str, ModuleType]], Plan | NotNeeded]
+    fixes: frozenset[str] = frozenset({"thread-local", "always-false"})
+    faults: tuple[str, ...] = field(default=())
+    quiet: bool = True
+    after_fork_in_child: Callable[[], None] | None = None
