@@ -6,12 +6,25 @@ change that somebody else made after it: ``undo`` then leaves the place alone an
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
-__all__ = ["AttributeSwap", "CodeSwap", "Edit", "ModuleProperties", "code_with_constants", "copy_function"]
+__all__ = [
+    "AttributeSwap",
+    "CodeSwap",
+    "CodeWrap",
+    "Edit",
+    "ModuleProperties",
+    "body_below",
+    "code_with_constants",
+    "copy_function",
+]
 
 _MISSING: Any = object()
+# A wrap's code -> the code it was put over.
+_below: weakref.WeakKeyDictionary[CodeType, CodeType] = weakref.WeakKeyDictionary()
 
 
 class Edit(Protocol):
@@ -26,7 +39,7 @@ class Edit(Protocol):
         """Make the change. Raises only if nothing was changed."""
 
     def undo(self) -> bool:
-        """Put the original object back.
+        """Put the original object back; harmless where it is back already, or was never taken away.
 
         Returns:
             False if somebody else has changed the place since: it is then left as they made it.
@@ -96,10 +109,63 @@ class CodeSwap:
         self._function.__code__ = self._code
 
     def undo(self) -> bool:
-        if self._function.__code__ is not self._code:
-            return False
-        self._function.__code__ = self._original
-        return True
+        return _give_back(self._function, self._code, self._original)
+
+
+def _give_back(function: FunctionType, ours: CodeType | None, original: CodeType) -> bool:
+    if function.__code__ is ours:
+        function.__code__ = original
+    return function.__code__ is original
+
+
+class CodeWrap:
+    """Lets a function call a replacement, in place; several wraps of one function nest, the last one outermost."""
+
+    def __init__(
+        self,
+        target: str,
+        function: FunctionType,
+        template: FunctionType,
+        wrap: Callable[[FunctionType], Callable[..., Any]],
+    ) -> None:
+        """
+        Args:
+            function: takes the same parameters as ``template``.
+            template: a body that binds the placeholder ``"<replacement>"`` and calls it with its parameters.
+            wrap: called when the edit is applied with a function that has the body of that moment; returns the
+                replacement.
+
+        Raises:
+            ValueError: ``function`` closes over variables or takes other parameters than ``template``.
+        """
+        code, new = function.__code__, template.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if code.co_freevars or names != new.co_varnames[: new.co_argcount + new.co_kwonlyargcount]:
+            raise ValueError(f"{target} closes over variables or takes other parameters than {template.__qualname__}")
+        self.target = target
+        self._function = function
+        self._template = template
+        self._wrap = wrap
+        self._original = code
+        self._code: CodeType | None = None
+
+    def apply(self) -> None:
+        self._original = self._function.__code__
+        replacement = self._wrap(copy_function(self._function))
+        self._code = code_with_constants(self._template, {"<replacement>": replacement}, self._original)
+        _below[self._code] = self._original
+        self._function.__code__ = self._code
+
+    def undo(self) -> bool:
+        return _give_back(self._function, self._code, self._original)
+
+
+def body_below(function: FunctionType) -> CodeType:
+    """The code of ``function`` below all of our wraps: torch's own body, or what somebody else put there."""
+    code = function.__code__
+    while code in _below:
+        code = _below[code]
+    return code
 
 
 class AttributeSwap:
@@ -120,10 +186,9 @@ class AttributeSwap:
         setattr(self._owner, self._name, self._new)
 
     def undo(self) -> bool:
-        if vars(self._owner).get(self._name, _MISSING) is not self._new:
-            return False
-        setattr(self._owner, self._name, self._original)
-        return True
+        if vars(self._owner).get(self._name, _MISSING) is self._new:
+            setattr(self._owner, self._name, self._original)
+        return vars(self._owner).get(self._name, _MISSING) is self._original
 
 
 def _import_by_name(name: str) -> ModuleType:
@@ -155,7 +220,6 @@ class ModuleProperties:
         self._module.__class__ = self._class
 
     def undo(self) -> bool:
-        if type(self._module) is not self._class:
-            return False
-        self._module.__class__ = self._original
-        return True
+        if type(self._module) is self._class:
+            self._module.__class__ = self._original
+        return type(self._module) is self._original

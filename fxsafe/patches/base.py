@@ -8,12 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from fxsafe.edits import Edit
+from fxsafe.shapes import ShapeError
 
 __all__ = ["NotNeeded", "Patch", "Plan", "ShapeError"]
-
-
-class ShapeError(Exception):
-    """A target does not look like any version of it that the patch knows; the message says which and how."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,82 @@
+"""May this patch be applied to this torch? The release says what was tested, the shape says what is there.
+
+A final release in the tested range whose targets have known shapes is patched. A nightly, a release candidate or a
+source build counts as the release it leads to; there the shapes decide, since upstream's change may be in or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
+
+__all__ = ["NEWEST", "OLDEST", "Verdict", "ask", "release_doubt"]
+
+OLDEST = (2, 5)
+NEWEST = (2, 15)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the gate says of one patch.
+
+    Attributes:
+        status: "active" (the plan may be carried out), "not-needed" or "unsupported".
+        reason: why, for people; for an active patch empty, or what is untested about it.
+        plan: present if active.
+        doubt: whether strict mode refuses and the user is warned.
+    """
+
+    status: str
+    reason: str
+    plan: Plan | None = None
+    doubt: bool = False
+
+
+def release_doubt(torch_version: str) -> tuple[str, str] | None:
+    """What is wrong with this release of torch, if anything.
+
+    Args:
+        torch_version: as ``torch.__version__`` spells it, local part included, e.g. ``"2.16.0.dev20261101+cu130"``.
+
+    Returns:
+        None for a supported release, else ``(status, sentence)``, where status is "unsupported" for one that is too
+        old and "active" for one whose shapes have to decide.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    supported = f"fxsafe supports torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    try:
+        release = Version(torch_version).release[:2]
+    except InvalidVersion:
+        return "active", f"torch calls itself {torch_version!r}, which is no version number; {supported}"
+    if release < OLDEST:
+        return "unsupported", f"torch {torch_version} is older than the oldest supported one; {supported}"
+    if release > NEWEST:
+        return "active", f"torch {torch_version} is newer than the newest tested one; {supported}"
+    return None
+
+
+def ask(patch: Patch, modules: Mapping[str, ModuleType], torch_version: str) -> Verdict:
+    """Decide about one patch; changes nothing.
+
+    Args:
+        patch: from the catalogue.
+        modules: name -> module, for every name in ``patch.modules``.
+        torch_version: ``torch.__version__``.
+    """
+    doubt = release_doubt(torch_version)
+    if doubt is not None and doubt[0] == "unsupported":
+        return Verdict("unsupported", doubt[1], doubt=True)
+    try:
+        plan = patch.plan(modules)
+    except ShapeError as error:
+        known = "" if doubt is None else f" ({doubt[1]})"
+        return Verdict("unsupported", f"{error}{known}", doubt=True)
+    if isinstance(plan, NotNeeded):
+        return Verdict("not-needed", plan.reason)
+    if doubt is not None:
+        return Verdict("active", f"untested: {doubt[1]}; every target has a known shape", plan, doubt=True)
+    return Verdict("active", "", plan)

@@ -1,0 +1,523 @@
+"""Installing, undoing and reporting: one installation per process, counted, all or nothing.
+
+Everything here is guarded by ``traces.changed``. Nothing is imported and no hook is registered while it is held,
+because the import of torch ends in our own hook, which takes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import ModuleType, TracebackType
+from typing import Any, TypedDict, TypeVar
+
+from fxsafe import imports, traces
+from fxsafe.edits import Edit
+from fxsafe.errors import FxsafeError, FxsafeWarning, UnsupportedTorchError
+from fxsafe.gate import Verdict, ask, release_doubt
+from fxsafe.patches import CATALOGUE, FIXES
+from fxsafe.patches.base import Patch, Plan, ShapeError
+
+__all__ = ["Installation", "PatchInfo", "info", "install", "installed", "is_installed", "uninstall"]
+
+# How long a change waits for traces on other threads, in seconds. A cold compile of a large model traces for tens of
+# seconds; beyond this the caller is told who traces and where.
+QUIET_TIMEOUT_S = 60.0
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class PatchInfo(TypedDict):
+    """What ``info()`` says of one patch.
+
+    Keys:
+        name: as ``install(patches=...)`` spells it.
+        status: "active"; "not-needed" (fixed upstream); "waiting" (its torch modules are not imported yet);
+            "unsupported" (the gate said no); "disabled" (by the user).
+        fix: the fix that the patch belongs to, or the installed one if it goes with both.
+        target: the places it changes, comma-separated; the modules it waits for while waiting.
+        reason: why it has this status; empty for an active patch that is tested on this torch.
+        upstream: links, separated by spaces.
+        torch: ``torch.__version__``, or None while torch is not imported.
+        counters: for an active patch ``traces`` and ``most_traces_at_once`` since the process began, and its own.
+    """
+
+    name: str
+    status: str
+    fix: str | None
+    target: str
+    reason: str
+    upstream: str
+    torch: str | None
+    counters: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    fix: str
+    patches: tuple[str, ...] | None  # None: all that go with the fix
+    strict: bool
+    disabled: dict[str, str]  # name -> who disabled it
+
+    def wants(self, patch: Patch) -> bool:
+        return patch.name not in self.disabled
+
+
+@dataclass(slots=True)
+class _Applied:
+    patch: Patch
+    plan: Plan
+    edits: list[Edit] = field(default_factory=list)  # those that may have been applied
+
+
+class _State:
+    """What is installed; guarded by ``traces.changed``."""
+
+    def __init__(self) -> None:
+        self.handles: list[Installation] = []
+        self.request: _Request | None = None
+        self.verdicts: dict[str, Verdict] = {}
+        self.applied: list[_Applied] = []
+        self.register: Edit | None = None
+        self.left: list[str] = []  # targets that somebody else had changed when we left
+
+
+_state = _State()
+_warned: set[str] = set()
+
+
+class Installation:
+    """One counted installation; ``install`` makes it. As a context manager it is undone at the end of the block."""
+
+    def __init__(self, fix: str) -> None:
+        self.fix = fix
+
+    def uninstall(self, timeout: float = QUIET_TIMEOUT_S) -> None:
+        """Give this installation back; the last one out restores every original object.
+
+        Does nothing if it was given back before.
+
+        Args:
+            timeout: the longest wait, in seconds, for traces that run on other threads.
+
+        Raises:
+            FxsafeError: this thread is inside a trace, or another thread's trace outlasted ``timeout``. The
+                installation is then as it was, and ``uninstall`` can be called again.
+        """
+        with traces.changed:
+            if self not in _state.handles:
+                return
+            if len(_state.handles) > 1 or not _state.applied:
+                _state.handles.remove(self)
+                _reset_if_last()
+                return
+            with traces.quiet("fxsafe.uninstall()", timeout, lambda: _state.handles == [self]) as alone:
+                if alone:
+                    _undo_all()
+                if self in _state.handles:
+                    _state.handles.remove(self)
+                _reset_if_last()
+        _warn_of_left()
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.uninstall()
+
+    def __repr__(self) -> str:
+        return f"<fxsafe.Installation fix={self.fix!r} {'open' if self in _state.handles else 'given back'}>"
+
+
+def _env_flag(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no")
+
+
+def _names(where: str, names: Iterable[str]) -> tuple[str, ...]:
+    known = [p.name for p in CATALOGUE]
+    if isinstance(names, str):
+        raise FxsafeError(f"{where} takes a list of patch names, not the string {names!r}; known: {', '.join(known)}")
+    names = tuple(names)
+    if unknown := [n for n in names if n not in known]:
+        raise FxsafeError(f"{where} names unknown patches {unknown}; known: {', '.join(known)}")
+    return names
+
+
+def _make_request(fix: str, patches: Iterable[str] | None, strict: bool | None) -> _Request:
+    if fix not in FIXES:
+        raise FxsafeError(f"fix={fix!r} is unknown; it is one of {', '.join(map(repr, FIXES))}")
+    chosen = None if patches is None else _names("install(patches=...)", patches)
+    env = os.environ.get("FXSAFE_DISABLE", "").strip()
+    off: tuple[str, ...] = ()
+    if env and env.lower() not in ("1", "true", "yes", "0", "false", "no"):
+        off = _names("FXSAFE_DISABLE", [n.strip() for n in env.split(",") if n.strip()])
+    elif _env_flag("FXSAFE_DISABLE"):
+        off = tuple(p.name for p in CATALOGUE)
+    disabled = {}
+    for patch in CATALOGUE:
+        if fix not in patch.fixes:
+            if chosen is not None and patch.name in chosen:
+                raise FxsafeError(
+                    f"patch {patch.name!r} goes with fix={' or '.join(map(repr, sorted(patch.fixes)))}, not with "
+                    f"fix={fix!r}"
+                )
+            disabled[patch.name] = f"fix={fix!r} was chosen"
+        elif patch.name in off:
+            disabled[patch.name] = f"FXSAFE_DISABLE={env}"
+        elif chosen is not None and patch.name not in chosen:
+            disabled[patch.name] = f"not among install(patches={list(chosen)})"
+    return _Request(fix, chosen, _env_flag("FXSAFE_STRICT") if strict is None else strict, disabled)
+
+
+def install(
+    fix: str = "thread-local", *, patches: Iterable[str] | None = None, strict: bool | None = None
+) -> Installation:
+    """Make FX tracing, and what stands on it, safe to use from several threads of this process.
+
+    May be called before torch is imported, and any number of times from any thread: each call returns a handle, and
+    the last handle given back restores every original object.
+
+    Args:
+        fix: "thread-local": the tracing flag belongs to the thread, as in torch 2.14. "always-false": a compiled
+            call is never refused because of FX tracing, not even inside one's own trace.
+        patches: names of the patches to apply; None for all that go with ``fix``.
+        strict: raise where a patch would be left out or is untested on this torch, instead of warning. None reads
+            the environment variable ``FXSAFE_STRICT``.
+
+    Raises:
+        FxsafeError: an unknown fix or patch name; an installation with another fix or other patches exists; this
+            thread is inside a trace, or another thread's trace outlasted a minute. Nothing was changed.
+        UnsupportedTorchError: see ``strict``. Nothing was changed.
+
+    Warns:
+        FxsafeWarning: a patch was left out because this torch is unsupported, or applied although it is untested.
+    """
+    request = _make_request(fix, patches, strict)
+    imports.expect(_modules_of(request), _arrived)
+    torch_version = _torch_version()
+    if request.strict and torch_version is None and any(request.wants(p) for p in CATALOGUE):
+        _refuse_by_metadata()
+    handle = Installation(fix)
+    with traces.changed:
+        while traces.state.changing and not _state.handles and not traces.in_flight_here():
+            traces.changed.wait()
+        if _state.handles:
+            _join(request)
+        else:
+            _apply(request)
+        _state.handles.append(handle)
+        traces.changed.notify_all()
+    return handle
+
+
+def _modules_of(request: _Request) -> list[str]:
+    return list(dict.fromkeys(m for p in CATALOGUE if request.wants(p) for m in p.modules))
+
+
+def _torch_version() -> str | None:
+    return getattr(imports.ready("torch"), "__version__", None)
+
+
+def _refuse_by_metadata() -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        doubt = release_doubt(version("torch"))
+    except PackageNotFoundError:
+        raise UnsupportedTorchError("strict: torch is not installed in this environment") from None
+    if doubt is not None:
+        raise UnsupportedTorchError(f"strict: {doubt[1]}")
+
+
+def _join(request: _Request) -> None:
+    there = _state.request
+    assert there is not None
+    for what, old, new in (("fix", there.fix, request.fix), ("patches", there.patches, request.patches)):
+        if old != new:
+            raise FxsafeError(
+                f"fxsafe is installed with {what}={old!r} already and cannot be installed with {what}={new!r} too; "
+                "give the first installation back before, or use the same"
+            )
+
+
+def _verdicts(request: _Request, patches: Iterable[Patch]) -> dict[str, Verdict]:
+    """What the gate says of each patch; warns or raises for doubts. Changes nothing."""
+    verdicts = {}
+    for patch in patches:
+        modules: dict[str, ModuleType | None] = {name: imports.ready(name) for name in patch.modules}
+        missing = [name for name, module in modules.items() if module is None]
+        if not request.wants(patch):
+            verdict = Verdict("disabled", request.disabled[patch.name])
+        elif missing:
+            verdict = Verdict("waiting", f"waits for the import of {', '.join(missing)}")
+        else:
+            verdict = ask(patch, modules, str(_torch_version()))  # type: ignore[arg-type]
+        verdicts[patch.name] = verdict
+    doubts: dict[str, list[str]] = {}
+    for name, verdict in verdicts.items():
+        if verdict.doubt:
+            left_out = "left out: " if verdict.plan is None else ""
+            doubts.setdefault(left_out + verdict.reason, []).append(name)
+    for sentence, names in doubts.items():
+        message = f"fxsafe: {', '.join(names)}: {sentence}"
+        if request.strict:
+            raise UnsupportedTorchError(f"strict: {message}")
+        _warn(message)
+    return verdicts
+
+
+def _warn(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, FxsafeWarning, stacklevel=_stacklevel())
+
+
+def _stacklevel() -> int:
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "fxsafe":
+        level, frame = level + 1, frame.f_back
+    return level - 1
+
+
+def _apply(request: _Request) -> None:
+    verdicts = _verdicts(request, CATALOGUE)
+    _carry_out(verdicts)
+    _state.request, _state.left = request, []
+    _state.verdicts = verdicts
+
+
+def _carry_out(verdicts: dict[str, Verdict]) -> None:
+    """Apply what is active in ``verdicts``, all or nothing. ``_state.applied`` grows by it."""
+    chosen = [(p, v.plan) for p in CATALOGUE if (v := verdicts.get(p.name)) is not None and v.plan is not None]
+    if not chosen:
+        return
+    register = None
+    if _state.register is None:
+        fx = imports.ready(traces.FX)
+        if fx is None:
+            raise FxsafeError(f"{traces.FX} is not imported although a patch is ready for it")
+        try:
+            register = traces.register_edit(fx)
+        except ShapeError as error:
+            raise UnsupportedTorchError(f"fxsafe can change nothing on this torch: {error}") from None
+    done: list[_Applied] = []
+    try:
+        if register is not None:
+            register.apply()  # from here on new traces wait for us
+        if any(p.quiet for p, _ in chosen):
+            with traces.quiet("fxsafe.install()", QUIET_TIMEOUT_S):
+                _apply_edits(chosen, done)
+        else:
+            _apply_edits(chosen, done)
+    except BaseException:
+        for applied in reversed(done):
+            for edit in reversed(applied.edits):
+                edit.undo()
+        if register is not None:
+            register.undo()
+        raise
+    _state.applied += done
+    if register is not None:
+        _state.register = register
+
+
+def _apply_edits(chosen: list[tuple[Patch, Plan]], done: list[_Applied]) -> None:
+    for patch, plan in chosen:
+        done.append(_Applied(patch, plan))
+        for edit in plan.edits:
+            # Before, so that Ctrl-C in between cannot lose it; undoing what was not applied is harmless.
+            done[-1].edits.append(edit)
+            edit.apply()
+
+
+def _arrived() -> None:
+    """A module that some patch waits for was imported; runs inside the user's import and so must not raise."""
+    with traces.changed:
+        request = _state.request
+        if not _state.handles or request is None:
+            return
+        waiting = [p for p in CATALOGUE if _state.verdicts[p.name].status == "waiting"]
+        try:
+            verdicts = _verdicts(_lenient(request), waiting)
+            _carry_out(verdicts)
+        except Exception as error:  # whatever it is, the user's import must not fail by it
+            verdicts = {
+                p.name: Verdict("unsupported", f"failed when its module was imported: {error!r}") for p in waiting
+            }
+            _warn_without_raising(f"fxsafe: left out {', '.join(verdicts)}: {error!r}")
+        _state.verdicts.update(verdicts)
+
+
+def _lenient(request: _Request) -> _Request:
+    return _Request(request.fix, request.patches, False, request.disabled)
+
+
+def _warn_without_raising(message: str) -> None:
+    try:
+        _warn(message)
+    except FxsafeWarning:
+        print(message, file=sys.stderr)
+
+
+def _undo_all() -> None:
+    """Undo every edit, newest first, whatever one of them does."""
+    failures = []
+    while _state.applied:
+        applied = _state.applied[-1]
+        try:
+            if applied.plan.before_undo is not None:
+                applied.plan.before_undo()
+        except Exception as error:  # the other edits must still be undone
+            failures.append(error)
+        while applied.edits:
+            if not applied.edits[-1].undo():
+                _state.left.append(applied.edits[-1].target)
+            applied.edits.pop()
+        _state.applied.pop()
+    if _state.register is not None:
+        if not _state.register.undo():
+            _state.left.append(_state.register.target)
+        _state.register = None
+    if failures:
+        raise failures[0]
+
+
+def _reset_if_last() -> None:
+    if not _state.handles:
+        _state.request = None
+        _state.verdicts = {}
+
+
+def _warn_of_left() -> None:
+    if _state.left and not _state.handles:
+        _warn(
+            "fxsafe: left in place, because somebody else has changed them since: "
+            f"{', '.join(dict.fromkeys(_state.left))}. Undo their patch before fxsafe's."
+        )
+
+
+def uninstall(timeout: float = QUIET_TIMEOUT_S) -> None:
+    """Give back the newest installation that is still open; see ``Installation.uninstall``.
+
+    Raises:
+        FxsafeError: nothing is installed, or see ``Installation.uninstall``.
+    """
+    with traces.changed:
+        if not _state.handles:
+            raise FxsafeError("fxsafe.uninstall(): nothing is installed")
+        handle = _state.handles[-1]
+    handle.uninstall(timeout)
+
+
+def is_installed() -> bool:
+    """Whether any installation is open."""
+    return bool(_state.handles)
+
+
+class installed:
+    """``install`` for the length of a block or of each call of a function.
+
+    ``with fxsafe.installed(): ...`` or ``@fxsafe.installed()``, also on generator and coroutine functions. Arguments
+    and errors are those of ``install``.
+    """
+
+    def __init__(
+        self, fix: str = "thread-local", *, patches: Iterable[str] | None = None, strict: bool | None = None
+    ) -> None:
+        names = None if patches is None else _names("installed(patches=...)", patches)
+        self._install = functools.partial(install, fix, patches=names, strict=strict)
+        self._handles: list[Installation] = []
+
+    def __enter__(self) -> Installation:
+        handle = self._install()
+        self._handles.append(handle)
+        return handle
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        handle = self._handles[-1]
+        handle.uninstall()
+        self._handles.remove(handle)
+
+    def __call__(self, function: _F) -> _F:
+        import inspect
+
+        if inspect.isclass(function) or inspect.isasyncgenfunction(function):
+            raise TypeError("@fxsafe.installed() decorates functions, generator functions and coroutine functions")
+        wrapped: Any
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def wrapped(*args: Any, **kwargs: Any) -> Any:
+                with self._install():
+                    return await function(*args, **kwargs)
+
+        elif inspect.isgeneratorfunction(function):
+
+            @functools.wraps(function)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                with self._install():
+                    return (yield from function(*args, **kwargs))
+
+        else:
+
+            @functools.wraps(function)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                with self._install():
+                    return function(*args, **kwargs)
+
+        return wrapped  # type: ignore[no-any-return]
+
+
+def info() -> list[PatchInfo]:
+    """What fxsafe did to this process, one record a patch, in the order in which patches are applied."""
+    with traces.changed:
+        request = _state.request
+        edits = {a.patch.name: (a.plan, [e.target for e in a.edits]) for a in _state.applied}
+        records: list[PatchInfo] = []
+        for patch in CATALOGUE:
+            verdict = _state.verdicts.get(patch.name)
+            if verdict is None:
+                left = f"; left in place: {', '.join(_state.left)}" if _state.left else ""
+                verdict = Verdict("disabled", f"nothing is installed{left}")
+            plan, targets = edits.get(patch.name, (None, list(patch.modules)))
+            counters: dict[str, Any] = {}
+            if plan is not None:
+                counters = {"traces": traces.state.total, "most_traces_at_once": traces.state.most_at_once}
+                counters |= plan.counters() if plan.counters is not None else {}
+            own_fix = next(iter(patch.fixes)) if len(patch.fixes) == 1 else None
+            records.append(
+                PatchInfo(
+                    name=patch.name,
+                    status=verdict.status,
+                    fix=own_fix or (request.fix if request is not None else None),
+                    target=", ".join(targets),
+                    reason=verdict.reason,
+                    upstream=" ".join(patch.upstream),
+                    torch=_torch_version(),
+                    counters=counters,
+                )
+            )
+        return records
+
+
+def _after_fork_in_child() -> None:
+    try:
+        traces.after_fork_in_child()
+        for applied in _state.applied:
+            if applied.patch.after_fork_in_child is not None:
+                applied.patch.after_fork_in_child()
+    finally:
+        traces.changed.release()
+
+
+if hasattr(os, "register_at_fork"):
+    # The lock is taken around the fork, so that a child never starts in the middle of a change.
+    os.register_at_fork(
+        before=traces.changed.acquire,
+        after_in_parent=traces.changed.release,
+        after_in_child=_after_fork_in_child,
+    )

@@ -1,0 +1,79 @@
+"""F1, always-false: the compiled call's guard never refuses.
+
+The race: as in ``tracing_flag``. This fix leaves the process-wide flag as it is and answers False to the compiled
+call's guard instead, on every thread. It thereby gives up the rightful refusal too: a compiled function called inside
+one's own symbolic trace runs.
+
+Upstream: pytorch#126024. Releases: all; with 2.14 and later the flag is per thread and only the rightful refusal is
+left for this fix to take away.
+
+Why this place is enough: the guard holds the predicate in a closure of each compiled function, and the predicate changes
+in place. From 2.9 the guard's predicate ``is_fx_symbolic_tracing`` is asked by ``torch.export.unflatten`` too, which
+traces by it and keeps its answer; it is False for everybody else. Up to 2.8 the guard asks ``is_fx_tracing``, which many
+ask (``ProxyableClassMeta``, nested tensors, ``torch.export.unflatten``): there only the guard is told False.
+
+This file can be deleted when nobody wants the refusal gone, that is, when torch itself traces through compiled functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from fxsafe.edits import CodeSwap, code_with_constants, copy_function
+from fxsafe.patches.base import Patch, Plan
+from fxsafe.shapes import Shape, own_function, require
+from fxsafe.traces import FX
+
+_NOTHING: frozenset[str] = frozenset()
+_FLAG = "_is_fx_tracing_flag"
+
+
+# One body per predicate that a guard has asked. Each first asks torch's own body, so that nothing more is paid while
+# nobody traces.
+
+
+def _tracing_2_5() -> Any:
+    answer: Any = "<answer>"
+    getframe: Any = "<getframe>"
+    return answer() and getframe(1).f_globals.get("__name__") != "torch._dynamo.eval_frame"
+
+
+def _symbolic_tracing_2_9() -> Any:
+    answer: Any = "<answer>"
+    getframe: Any = "<getframe>"
+    return answer() and getframe(1).f_globals.get("__name__") == "torch.export.unflatten"
+
+
+_KNOWN = {
+    "is_fx_symbolic_tracing": (
+        _symbolic_tracing_2_9,
+        Shape((), frozenset({_FLAG, "torch"}), _NOTHING),
+        Shape((), frozenset({"_get_is_fx_tracing", "torch"}), _NOTHING),  # 2.14
+    ),
+    "is_fx_tracing": (_tracing_2_5, Shape((), frozenset({_FLAG}), _NOTHING)),
+}
+
+
+def _plan(modules: Mapping[str, ModuleType]) -> Plan:
+    module = modules[FX]
+    name = "is_fx_symbolic_tracing" if "is_fx_symbolic_tracing" in vars(module) else "is_fx_tracing"
+    body, *known = _KNOWN[name]
+    where = f"{FX}.{name}"
+    function = own_function(module, name)
+    require(where, function, *known)  # type: ignore[arg-type]
+    constants = {"<answer>": copy_function(function), "<getframe>": sys._getframe}
+    return Plan([CodeSwap(where, function, code_with_constants(body, constants, function.__code__))])  # type: ignore[arg-type]
+
+
+PATCH = Patch(
+    name="guard-override",
+    summary="a compiled call is never refused because of FX tracing, not even inside one's own trace",
+    upstream=("https://github.com/pytorch/pytorch/issues/126024",),
+    modules=("torch", FX),
+    plan=_plan,
+    fixes=frozenset({"always-false"}),
+    faults=("flag_warm_call", "flag_silent_eager", "flag_compile_traces"),
+)

@@ -1,0 +1,90 @@
+"""The shape of a target: what a function takes, and which globals it reads and writes.
+
+A patch is written against certain bodies of certain functions. Source text may be absent and bytecode differs between
+Python versions, but the names in it do not, so these are what a patch compares before it touches anything.
+"""
+
+from __future__ import annotations
+
+import dis
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+__all__ = ["Shape", "ShapeError", "own_function", "require", "shape_of"]
+
+_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_WRITES = frozenset({"STORE_GLOBAL", "STORE_NAME"})
+
+
+class ShapeError(Exception):
+    """A target does not look like any version of it that the patch knows; the message says which and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Names only, the same on every Python: parameters in order, globals read, globals written."""
+
+    parameters: tuple[str, ...]
+    reads: frozenset[str]
+    writes: frozenset[str]
+
+    def __str__(self) -> str:
+        return (
+            f"({', '.join(self.parameters)}) reading {sorted(self.reads) or 'no globals'}"
+            f" and writing {sorted(self.writes) or 'none'}"
+        )
+
+
+def shape_of(code: CodeType) -> Shape:
+    """The shape of one code object; functions nested in it are not looked into."""
+    reads, writes = set(), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _READS:
+            reads.add(str(instruction.argval))
+        elif instruction.opname in _WRITES:
+            writes.add(str(instruction.argval))
+    count = code.co_argcount + code.co_kwonlyargcount
+    return Shape(code.co_varnames[:count], frozenset(reads), frozenset(writes))
+
+
+def own_function(owner: ModuleType | type, name: str) -> FunctionType:
+    """The function that torch itself defined as ``owner.name``, also below well-behaved wrappers of other people.
+
+    Raises:
+        ShapeError: there is none, or somebody put something else there.
+    """
+    module = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+    qualname = name if isinstance(owner, ModuleType) else f"{owner.__qualname__}.{name}"
+    where = f"{module}.{qualname}"
+    try:
+        found: Any = vars(owner)[name]
+    except KeyError:
+        raise ShapeError(f"{where} does not exist") from None
+    function, seen = found, {id(found)}
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+        if id(function) in seen:
+            break
+        seen.add(id(function))
+    if not (type(function) is FunctionType and function.__module__ == module and function.__code__.co_name == name):
+        raise ShapeError(
+            f"{where} was replaced by {getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', found)!s}, "
+            "which is left in place"
+        )
+    return function
+
+
+def require(where: str, function: FunctionType, *known: Shape) -> Shape:
+    """The known shape that ``function`` has.
+
+    Raises:
+        ShapeError: it has none of them, or it has free variables.
+    """
+    shape = shape_of(function.__code__)
+    if function.__code__.co_freevars:
+        raise ShapeError(f"{where} closes over {list(function.__code__.co_freevars)}")
+    for candidate in known:
+        if shape == candidate:
+            return candidate
+    raise ShapeError(f"{where} has an unknown shape: {shape}")

@@ -1,0 +1,214 @@
+"""Which threads are inside ``torch.fx.Tracer.trace``, so that patches change only while none is.
+
+A patch that appeared or went in the middle of a trace would leave that trace half in one world and half in the other.
+While anything is installed, ``Tracer.trace`` enters and leaves this register; a change waits until it is empty and
+holds new traces back meanwhile. Traces that began before the register was in place are found on the threads' stacks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from _thread import get_ident
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+from fxsafe.dynamo import frame_hider
+from fxsafe.edits import CodeWrap, Edit, body_below
+from fxsafe.errors import FxsafeError
+from fxsafe.shapes import ShapeError, own_function, shape_of
+
+__all__ = [
+    "FX",
+    "changed",
+    "in_flight_here",
+    "quiet",
+    "register_edit",
+    "state",
+    "trace_function",
+    "trace_template",
+]
+
+FX = "torch.fx._symbolic_trace"
+# How often a wait looks again at the stacks of traces that began before the register was in place: nothing can tell
+# us when those end.
+_LOOK_AGAIN_S = 0.002
+
+# One lock for the register and for everything that is installed: a trace cannot begin while patches change, and
+# nobody waits while holding it (a condition's wait releases it).
+changed = threading.Condition(threading.RLock())
+
+
+class _State:
+    """Guarded by ``changed``, but for ``trace_code``, which is written once."""
+
+    def __init__(self) -> None:
+        self.depth: dict[int, int] = {}  # thread ident -> traces nested on it; absent when none
+        self.total = 0
+        self.most_at_once = 0
+        self.changing = False
+        self.trace_code: CodeType | None = None  # the body of Tracer.trace itself
+
+
+state = _State()
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _traces_on_stack(frame: FrameType | None) -> bool:
+    code = state.trace_code
+    return code is not None and any(f.f_code is code for f in _frames(frame))
+
+
+def in_flight_here() -> bool:
+    """Whether the calling thread is inside a trace, registered or not."""
+    return get_ident() in state.depth or _traces_on_stack(sys._getframe())
+
+
+def _in_flight_elsewhere() -> dict[int, bool]:
+    """Idents of other threads inside a trace -> whether the register knows of it."""
+    me = get_ident()
+    found = {ident: False for ident, frame in sys._current_frames().items() if _traces_on_stack(frame)}
+    found.update(dict.fromkeys(state.depth, True))
+    found.pop(me, None)
+    return found
+
+
+def _describe(idents: Mapping[int, bool]) -> str:
+    frames = sys._current_frames()
+    names = {t.ident: t.name for t in threading.enumerate()}
+    lines = []
+    for ident in idents:
+        lines.append(f"thread {names.get(ident, '?')!r} (ident {ident}) is tracing at:\n")
+        if ident in frames:
+            lines += traceback.format_stack(frames[ident])
+    return "".join(lines).rstrip()
+
+
+@contextmanager
+def quiet(what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: True) -> Iterator[bool]:
+    """Holds ``changed`` with no trace in flight anywhere; new ones wait until the block ends.
+
+    Args:
+        what: the call that wants quiet, for messages, e.g. ``"fxsafe.uninstall()"``.
+        timeout: the longest wait for other threads' traces, in seconds.
+        still_wanted: asked, under the lock, after each wait.
+
+    Yields:
+        False if ``still_wanted`` said no meanwhile; there may be traces in flight then.
+
+    Raises:
+        FxsafeError: the calling thread itself is inside a trace, or the time is over. The stacks of the tracing
+            threads are in the message.
+    """
+    with changed:
+        if in_flight_here():
+            raise FxsafeError(
+                f"{what} was called inside a trace on this thread: patches cannot change under a running trace. "
+                "Call it before or after the trace."
+            )
+        deadline = time.monotonic() + timeout
+        while state.changing and still_wanted():
+            if not changed.wait(max(0.0, deadline - time.monotonic())):
+                raise FxsafeError(f"{what} waited {timeout:g} s for another thread that installs or uninstalls")
+        if not still_wanted():
+            yield False
+            return
+        state.changing = True
+        try:
+            wanted = True
+            while wanted and (tracing := _in_flight_elsewhere()):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise FxsafeError(
+                        f"{what} waited {timeout:g} s for traces on other threads to end; nothing was changed. "
+                        f"Call it when they have ended.\n{_describe(tracing)}"
+                    )
+                changed.wait(left if all(tracing.values()) else min(left, _LOOK_AGAIN_S))
+                wanted = still_wanted()
+            yield wanted
+        finally:
+            state.changing = False
+            changed.notify_all()
+
+
+def _enter() -> None:
+    me = get_ident()
+    with changed:
+        # A trace nested in one that is waited for must go on, or the wait could not end.
+        while state.changing and me not in state.depth and not _traces_on_stack(sys._getframe()):
+            changed.wait()
+        state.depth[me] = state.depth.get(me, 0) + 1
+        state.total += 1
+        state.most_at_once = max(state.most_at_once, len(state.depth))
+
+
+def _leave() -> None:
+    me = get_ident()
+    with changed:
+        if state.depth[me] > 1:
+            state.depth[me] -= 1
+        else:
+            del state.depth[me]
+            if state.changing:
+                changed.notify_all()
+
+
+def trace_template(self: Any, root: Any, concrete_args: Any = None) -> Any:
+    """The body that ``Tracer.trace`` gets."""
+    replacement: Any = "<replacement>"
+    return replacement(self, root, concrete_args)
+
+
+def trace_function(module: ModuleType) -> tuple[FunctionType, CodeType]:
+    """``Tracer.trace`` of ``torch.fx._symbolic_trace`` and torch's own body of it, below our wraps.
+
+    Raises:
+        ShapeError: it takes other arguments than on every release so far, or was replaced.
+    """
+    function = own_function(module.Tracer, "trace")
+    code = body_below(function)
+    if shape_of(code).parameters != ("self", "root", "concrete_args") or code.co_freevars:
+        raise ShapeError(f"{FX}.Tracer.trace has an unknown shape: {shape_of(code)}")
+    return function, code
+
+
+def register_edit(module: ModuleType) -> Edit:
+    """The edit that makes ``Tracer.trace`` enter and leave the register.
+
+    Args:
+        module: ``torch.fx._symbolic_trace``.
+
+    Raises:
+        ShapeError: see ``trace_function`` and ``frame_hider``.
+    """
+    function, state.trace_code = trace_function(module)
+    hide = frame_hider()
+
+    def wrap(original: FunctionType) -> Callable[..., Any]:
+        def registered_trace(self: Any, root: Any, concrete_args: Any = None) -> Any:
+            _enter()
+            try:
+                return original(self, root, concrete_args)
+            finally:
+                _leave()
+
+        hide(registered_trace, _enter, _leave)
+        return registered_trace
+
+    return CodeWrap(f"{FX}.Tracer.trace", function, trace_template, wrap)  # type: ignore[arg-type]
+
+
+def after_fork_in_child() -> None:
+    """Only the forking thread lives on: forget the traces of the others. Called with ``changed`` held."""
+    me = get_ident()
+    state.depth = {ident: depth for ident, depth in state.depth.items() if ident == me}
+    state.changing = False
