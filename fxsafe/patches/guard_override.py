@@ -7,12 +7,12 @@ one's own symbolic trace runs.
 Upstream: pytorch#126024. Releases: all; with 2.14 and later the flag is per thread and only the rightful refusal is
 left for this fix to take away.
 
-Why this place is enough: the guard holds the predicate in a closure of each compiled function, and the predicate changes
-in place. From 2.9 the guard's predicate ``is_fx_symbolic_tracing`` is asked by ``torch.export.unflatten`` too, which
-traces by it and keeps its answer; it is False for everybody else. Up to 2.8 the guard asks ``is_fx_tracing``, which many
-ask (``ProxyableClassMeta``, nested tensors, ``torch.export.unflatten``): there only the guard is told False.
+Why this place is enough: the guard holds the predicate in a closure of each compiled function, and the predicate
+changes in place. From 2.9 the guard's predicate ``is_fx_symbolic_tracing`` is asked by ``torch.export.unflatten`` too,
+which traces by it and keeps its answer; it is False for everybody else. Up to 2.8 the guard asks ``is_fx_tracing``,
+which many ask (``ProxyableClassMeta``, nested tensors, ``torch.export.unflatten``): there only the guard is told False.
 
-This file can be deleted when nobody wants the refusal gone, that is, when torch itself traces through compiled functions.
+This file can be deleted when nobody wants the refusal gone: when torch itself traces through compiled functions.
 """
 
 from __future__ import annotations

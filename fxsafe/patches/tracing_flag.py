@@ -8,9 +8,9 @@ Upstream: pytorch#126024; made thread-local in 2.14.0 by pytorch#168999. Release
 
 Why this place is enough: the predicates change in place, so functions compiled earlier, from-imports and Dynamo's rule
 tables follow; ``Tracer.trace`` is the only writer inside the module; everybody else (``_set_compilation_env`` in
-``torch._higher_order_ops``, nnsight, brevitas) goes through the module attribute, which becomes a property. The module's
-own global is still written by the body of ``Tracer.trace`` and read by nobody. ``checkpoint_flag`` carries the
-flag to autograd's threads.
+``torch._higher_order_ops``, nnsight, brevitas) goes through the module attribute, which becomes a property. The
+module's own global is still written by the body of ``Tracer.trace``, and read by nobody. ``checkpoint_flag`` carries
+the flag to autograd's threads.
 
 This file can be deleted when torch 2.14 is the oldest release supported.
 """
@@ -120,7 +120,7 @@ class _Global:
         return True
 
     def tidy(self) -> None:
-        """After overlapping traces a stale True stays in the global, where ``mock.patch`` and the like would find it."""
+        """Overlapping traces leave a stale True in the global, where ``mock.patch`` and the like would find it."""
         with changed:
             if self._applied and not state.depth:
                 self._globals[_NAME] = self._value

@@ -22,7 +22,18 @@ from fxsafe.gate import Verdict, ask, release_doubt
 from fxsafe.patches import CATALOGUE, FIXES
 from fxsafe.patches.base import Patch, Plan, ShapeError
 
-__all__ = ["Installation", "PatchInfo", "info", "install", "installed", "is_installed", "uninstall"]
+__all__ = [
+    "FxsafeError",
+    "FxsafeWarning",
+    "Installation",
+    "PatchInfo",
+    "UnsupportedTorchError",
+    "info",
+    "install",
+    "installed",
+    "is_installed",
+    "uninstall",
+]
 
 # How long a change waits for traces on other threads, in seconds. A cold compile of a large model traces for tens of
 # seconds; beyond this the caller is told who traces and where.
