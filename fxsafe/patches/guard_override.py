@@ -25,7 +25,7 @@ from typing import Any
 from fxsafe.edits import CodeSwap, code_with_constants, copy_function
 from fxsafe.patches.base import Patch, Plan
 from fxsafe.shapes import Shape, own_function, require
-from fxsafe.traces import FX
+from fxsafe.traces import FX, in_flight_here
 
 _NOTHING: frozenset[str] = frozenset()
 _FLAG = "_is_fx_tracing_flag"
@@ -57,6 +57,13 @@ _KNOWN = {
 }
 
 
+def _after_fork_in_child() -> None:
+    # The trace that set the flag may have run on a thread that the child does not have; nobody would ever unset it.
+    module = sys.modules[FX]
+    if _FLAG in vars(module):
+        vars(module)[_FLAG] = in_flight_here()
+
+
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     module = modules[FX]
     name = "is_fx_symbolic_tracing" if "is_fx_symbolic_tracing" in vars(module) else "is_fx_tracing"
@@ -76,4 +83,5 @@ PATCH = Patch(
     plan=_plan,
     fixes=frozenset({"always-false"}),
     faults=("flag_warm_call", "flag_silent_eager", "flag_compile_traces"),
+    after_fork_in_child=_after_fork_in_child,
 )
