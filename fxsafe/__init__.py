@@ -3,8 +3,7 @@
 ``import fxsafe; fxsafe.install()`` is all that a program needs; see ``install`` for the choices.
 """
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing itself would be most of the time that this import takes
 if TYPE_CHECKING:
     from fxsafe.errors import FxsafeError, FxsafeWarning, UnsupportedTorchError
     from fxsafe.installer import Installation, PatchInfo, info, install, installed, is_installed, uninstall
@@ -25,14 +24,15 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Loaded at first use: a library that depends on fxsafe pays for it where it installs, not where it imports.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
     module = importlib.import_module("fxsafe.installer")
-    return getattr(module, name)
+    value: object = getattr(module, name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -267,6 +267,8 @@ def _verdicts(request: _Request, patches: Iterable[Patch]) -> dict[str, Verdict]
             verdict = Verdict("waiting", f"waits for the import of {', '.join(missing)}")
         else:
             verdict = ask(patch, modules, str(_torch_version()))  # type: ignore[arg-type]
+            if verdict.plan is not None and (trouble := _register_trouble()):
+                verdict = Verdict("unsupported", trouble, doubt=True)
         verdicts[patch.name] = verdict
     doubts: dict[str, list[str]] = {}
     for name, verdict in verdicts.items():
@@ -279,6 +281,18 @@ def _verdicts(request: _Request, patches: Iterable[Patch]) -> dict[str, Verdict]
             raise UnsupportedTorchError(f"strict: {message}")
         _warn(message)
     return verdicts
+
+
+def _register_trouble() -> str | None:
+    """Why no patch at all can be applied: nobody could tell when traces begin and end."""
+    fx = imports.ready(traces.FX)
+    if fx is None:
+        return f"{traces.FX} is not imported"
+    try:
+        traces.register_edit(fx)
+    except ShapeError as error:
+        return str(error)
+    return None
 
 
 def _warn(message: str) -> None:
@@ -308,13 +322,7 @@ def _carry_out(verdicts: dict[str, Verdict]) -> None:
         return
     register = None
     if _state.register is None:
-        fx = imports.ready(traces.FX)
-        if fx is None:
-            raise FxsafeError(f"{traces.FX} is not imported although a patch is ready for it")
-        try:
-            register = traces.register_edit(fx)
-        except ShapeError as error:
-            raise UnsupportedTorchError(f"fxsafe can change nothing on this torch: {error}") from None
+        register = traces.register_edit(sys.modules[traces.FX])
     done: list[_Applied] = []
     try:
         if register is not None:

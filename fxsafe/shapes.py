@@ -7,6 +7,7 @@ Python versions, but the names in it do not, so these are what a patch compares 
 from __future__ import annotations
 
 import dis
+import functools
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -36,6 +37,7 @@ class Shape:
         )
 
 
+@functools.lru_cache(maxsize=64)
 def shape_of(code: CodeType) -> Shape:
     """The shape of one code object; functions nested in it are not looked into."""
     reads, writes = set(), set()

@@ -115,7 +115,9 @@ fxsafe.uninstall()
 """,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1.0 unsupported failed when its module was imported: ZeroDivisionError('a bug of ours')")
+    assert done.stdout.startswith(
+        "1.0 unsupported failed when its module was imported: ZeroDivisionError('a bug of ours')"
+    )
     assert "fxsafe: left out" in done.stderr
 
 
@@ -161,7 +163,10 @@ def test_strict_before_torch_reads_the_installed_release(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize(("version", "status", "says"), [("2.99.0.dev20301231+cu199", "active", "untested"), ("2.4.0", "unsupported", "older")])
+@pytest.mark.parametrize(
+    ("version", "status", "says"),
+    [("2.99.0.dev20301231+cu199", "active", "untested"), ("2.4.0", "unsupported", "older")],
+)
 def test_an_untested_torch_is_warned_about_once_and_refused_when_strict(version, status, says):
     out = program(
         f"""
@@ -180,7 +185,7 @@ def test_an_untested_torch_is_warned_about_once_and_refused_when_strict(version,
         """
     )
     first, second, strict = out.splitlines()
-    assert first.startswith("1 ['<string>'") or first.startswith("2 ['<string>', '<string>'")
+    assert first.startswith(("1 ['<string>'", "2 ['<string>', '<string>'"))
     assert first.endswith(f"{status} True")
     assert second == f"0 [] {status} True"
     assert strict == "True False"

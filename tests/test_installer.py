@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.fx._symbolic_trace as st
 from conftest import changed_places
-from support import FLAG_IS_GLOBAL, Gate, Task, program, trace_elsewhere
+from support import FLAG_IS_GLOBAL, Task, program, trace_elsewhere
 from torch import nn
 
 import fxsafe
@@ -252,7 +252,7 @@ def test_a_patch_put_over_ours_stays_and_is_reported():
         predicate.__code__ = original
 
 
-def test_a_wrapper_put_over_tracer_trace_stays_and_keeps_working():
+def test_a_wrapper_put_over_tracer_trace_stays_and_keeps_working(monkeypatch):
     function = vars(st.Tracer)["trace"]
     calls = []
 
@@ -261,17 +261,20 @@ def test_a_wrapper_put_over_tracer_trace_stays_and_keeps_working():
         return function(self, *args, **kwargs)
 
     with fxsafe.install(FIX):
-        st.Tracer.trace = theirs
-    try:
-        assert vars(st.Tracer)["trace"] is theirs
-        torch.fx.symbolic_trace(nn.ReLU())
-        with fxsafe.install(FIX):  # below a wrapper without __wrapped__ there is nothing to be found
-            pass
-    except fxsafe.UnsupportedTorchError as error:
-        assert "theirs" in str(error)
-    finally:
-        st.Tracer.trace = function
+        monkeypatch.setattr(st.Tracer, "trace", theirs)
+    assert vars(st.Tracer)["trace"] is theirs
+    torch.fx.symbolic_trace(nn.ReLU())
     assert calls == [1]
+    # A wrapper that hides what it wraps hides the traces from us: nothing is changed then, and it is said.
+    with pytest.warns(fxsafe.FxsafeWarning, match="theirs, which is left in place"):
+        handle = fxsafe.install(FIX)
+    assert _status()["guard-override"][0] == "unsupported"
+    handle.uninstall()
+    theirs.__wrapped__ = function
+    with fxsafe.install(FIX):
+        assert _status()["guard-override"][0] == "active"
+        with trace_elsewhere():
+            assert len(traces.state.depth) == 1
 
 
 def test_uninstall_waits_for_a_trace_on_another_thread_and_then_succeeds():

@@ -7,7 +7,7 @@ import sys
 import pytest
 from support import FLAG_IS_GLOBAL, python
 
-SCRIPT = '''
+SCRIPT = """
 import multiprocessing, sys, warnings
 warnings.simplefilter("ignore")
 import torch, fxsafe
@@ -37,7 +37,7 @@ if __name__ == "__main__":
         loader = DataLoader(Data(), batch_size=2, num_workers=1, worker_init_fn=init, multiprocessing_context=context)
         print([batch.tolist() for batch in loader])
     fxsafe.uninstall()
-'''
+"""
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
