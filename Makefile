@@ -1,0 +1,40 @@
+# make demo      the main job: a fault without fxsafe, and its absence with each fix
+# make test      the test suite;  TORCH=2.14.1 chooses another release
+# make lint      style, types
+# make bench     what fxsafe costs, as ratios
+# make matrix    the suite on every supported release, one at a time; writes docs/matrix.md
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV ?= .venv-$(TORCH)
+READY := $(VENV)/.ready
+ARGS ?=
+
+.PHONY: demo test lint bench matrix clean
+.DELETE_ON_ERROR:
+
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fxsafe needs Python 3.10 or newer; say make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet torch==$(TORCH) numpy
+	$(VENV)/bin/python -m pip install --quiet --editable '.[test,lint]'
+	touch $@
+
+demo: $(READY)
+	$(VENV)/bin/python -m fxsafe doctor
+
+test: $(READY)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(READY)
+	$(VENV)/bin/python benchmarks/core.py $(ARGS)
+
+matrix:
+	$(PYTHON) tools/matrix.py $(ARGS)
+
+clean:
+	rm -rf .venv-* .matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,119 @@
+"""Runs the test suite and the doctor on every supported torch, one release at a time, and writes docs/matrix.md.
+
+``python tools/matrix.py [RELEASE ...] [--keep]``: each release gets a throw-away virtual environment of about 5 GB,
+which is removed before the next one. A release that is not named keeps the row it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = ROOT / "docs" / "matrix.md"
+WORK = ROOT / ".matrix"
+RELEASES = ("2.5.1", "2.6.0", "2.8.0", "2.9.1", "2.11.0", "2.13.0", "2.14.1", "2.15.0")
+FIXES = ("thread-local", "always-false")
+HEAD = """# The release matrix
+
+Written by `make matrix`: the test suite and `fxsafe doctor` on real releases, one at a time, in throw-away environments.
+A fault is `fails` where plain torch shows it, `-` where it does not; behind the arrow, what the same program does with
+fxsafe. `can't try`: it needs what that machine lacks. `advice` marks faults that no patch claims.
+"""
+
+
+def run(*command: str | Path, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(c) for c in command], cwd=ROOT, text=True, **kwargs)  # type: ignore[call-overload,no-any-return]
+
+
+def one(release: str, keep: bool) -> dict[str, object]:
+    """Install ``release``, run everything, remove it; a row of the matrix."""
+    venv = WORK / release
+    shutil.rmtree(venv, ignore_errors=True)
+    row: dict[str, object] = {"release": release, "python": platform.python_version()}
+    try:
+        run(sys.executable, "-m", "venv", venv, check=True)
+        python = venv / "bin" / "python"
+        numpy = "numpy<2.3" if release < "2.6" or release.startswith("2.5") else "numpy"
+        run(python, "-m", "pip", "install", "--quiet", f"torch=={release}", numpy, check=True)
+        run(python, "-m", "pip", "install", "--quiet", "--editable", ".[test]", check=True)
+        start = time.monotonic()
+        log = WORK / f"{release}.log"
+        with log.open("w") as out:
+            tests = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", stdout=out, stderr=subprocess.STDOUT)
+        row["seconds"] = round(time.monotonic() - start)
+        counts = re.findall(r"(\d+) (passed|failed|skipped|error)", log.read_text().splitlines()[-1])
+        row["tests"] = {kind: int(number) for number, kind in counts} | {"exit": tests.returncode}
+        row["doctor"] = {}
+        for fix in FIXES:
+            done = run(python, "-m", "fxsafe", "doctor", "--json", "--fix", fix, stdout=subprocess.PIPE)
+            row["doctor"][fix] = json.loads(done.stdout) | {"exit": done.returncode}  # type: ignore[index]
+    finally:
+        if not keep:
+            shutil.rmtree(venv, ignore_errors=True)
+    return row
+
+
+def cell(fault: dict[str, str] | None) -> str:
+    if fault is None:
+        return ""
+    words = {"fails": "fails", "bug": "fails", "ok": "-", "hangs": "hangs", "cannot": "can't try"}
+    plain, ours = (words.get(str(fault[k]), str(fault[k])) for k in ("plain", "with_fxsafe"))
+    return plain if plain == ours == "-" or plain == ours == "can't try" else f"{plain} → {ours}"
+
+
+def write(rows: dict[str, dict[str, object]]) -> None:
+    parts = [HEAD, "\n## The suite\n", "| torch | Python | passed | failed | skipped | seconds |", "|---|---|---|---|---|---|"]
+    for release in sorted(rows, key=lambda r: [int(n) for n in r.split(".")]):
+        tests = rows[release]["tests"]
+        assert isinstance(tests, dict)
+        failed = tests.get("failed", 0) + tests.get("error", 0)
+        parts.append(
+            f"| {release} | {rows[release]['python']} | {tests.get('passed', 0)} | {failed} | {tests.get('skipped', 0)} "
+            f"| {rows[release]['seconds']} |"
+        )
+    for fix in FIXES:
+        releases = sorted(rows, key=lambda r: [int(n) for n in r.split(".")])
+        parts += ["", f"## Faults, plain torch → with `fix=\"{fix}\"`", ""]
+        parts += ["| fault | " + " | ".join(releases) + " |", "|---|" + "---|" * len(releases)]
+        reports = {r: {f["name"]: f for f in rows[r]["doctor"][fix]["faults"]} for r in releases}  # type: ignore[index]
+        names = list(dict.fromkeys(name for report in reports.values() for name in report))
+        for name in names:
+            claimed = any(reports[r].get(name, {}).get("claimed") for r in releases)
+            label = f"`{name}`" + ("" if claimed else " (advice)")
+            parts.append(f"| {label} | " + " | ".join(cell(reports[r].get(name)) for r in releases) + " |")
+    OUTPUT.write_text("\n".join(parts) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("releases", nargs="*", default=list(RELEASES), metavar="RELEASE")
+    parser.add_argument("--keep", action="store_true", help="keep the environments, about 5 GB each")
+    options = parser.parse_args()
+    WORK.mkdir(exist_ok=True)
+    store = WORK / "rows.json"
+    rows: dict[str, dict[str, object]] = json.loads(store.read_text()) if store.exists() else {}
+    failed = []
+    for release in options.releases:
+        print(f"== torch {release}", flush=True)
+        rows[release] = one(release, options.keep)
+        store.write_text(json.dumps(rows, indent=1))
+        write(rows)
+        tests = rows[release]["tests"]
+        print(tests, flush=True)
+        if tests["exit"] or any(d["exit"] for d in rows[release]["doctor"].values()):  # type: ignore[index,attr-defined]
+            failed.append(release)
+    print(f"wrote {os.path.relpath(OUTPUT)}; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
