@@ -20,6 +20,7 @@ $(READY): pyproject.toml
 	touch $@
 
 demo: $(READY)
+	$(VENV)/bin/python examples/demo.py
 	$(VENV)/bin/python -m fxsafe doctor
 
 test: $(READY)
