@@ -1,0 +1,203 @@
+"""The command line: ``fxsafe run``, ``fxsafe info`` and ``fxsafe doctor``.
+
+A mistake of the user's is answered with one line on stderr and status 2, never with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import fxsafe
+from fxsafe import FxsafeError
+
+__all__ = ["main"]
+
+_RUN_HELP = """\
+Run a Python program with fxsafe installed before its first line, and otherwise as python would run it.
+
+Options of fxsafe stand before the program; everything after it belongs to the program.
+
+Processes that the program starts afresh do not inherit fxsafe: workers of multiprocessing's "spawn" and
+"forkserver" methods, and anything started with subprocess, run on plain torch. Call fxsafe.install() in a
+module that they import. Forked processes keep it.
+"""
+_DOCTOR_HELP = """\
+Try each known fault on the installed torch, in processes of their own, without fxsafe and with it.
+
+The exit status is 0 if every fault that fxsafe claims to cure on this torch is cured and nothing works only
+without it, and 1 otherwise.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out a command line.
+
+    Args:
+        argv: without the program's name; ``sys.argv[1:]`` if None.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        SystemExit: after ``--help``, ``--version`` and mistakes in the arguments, and whatever the program of
+            ``run`` ends with.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if not words:
+        parser.print_help()
+        return 0
+    program: list[str] = []
+    if words[0] == "run":
+        # Split by hand: argparse would look for our options among the arguments of the program.
+        words, program = _split_run(words)
+    options = parser.parse_args(words)
+    command = f"fxsafe {options.command}"
+    try:
+        if options.command == "info":
+            return _info(options.fix, options.json)
+        if options.command == "doctor":
+            from fxsafe.doctor import examine
+
+            return examine(fix=options.fix, timeout=options.timeout, jobs=options.jobs, as_json=options.json)
+        if not program:
+            parser.exit(2, f"{command}: name a script, or a module with -m (see {command} --help)\n")
+        patches = None if options.patches is None else [p for p in options.patches.split(",") if p]
+        # None leaves the decision to FXSAFE_STRICT.
+        fxsafe.install(options.fix, patches=patches, strict=options.strict or None)
+    except FxsafeError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 2
+    # Not under the try: an FxsafeError of the program's is the program's.
+    from fxsafe.run import run_module, run_script
+
+    if program[0] == "-m":
+        return run_module(program[1], program[2:])
+    return run_script(program[0], program[1:])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="fxsafe", description=fxsafe.__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"fxsafe {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def add(name: str, summary: str, description: str, usage: str | None = None) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            usage=usage,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("--fix", default="thread-local", help="as for fxsafe.install(); default: %(default)s")
+        return command
+
+    run = add(
+        "run",
+        "run a program with fxsafe installed",
+        _RUN_HELP,
+        "fxsafe run [--fix FIX] [--patches A,B] [--strict] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+    )
+    run.add_argument("--patches", metavar="A,B", help="only these patches; default: all that go with the fix")
+    run.add_argument("--strict", action="store_true", help="refuse to run on a torch that a patch does not know")
+    info = add("info", "show what fxsafe does to the installed torch", "Show each patch and its status on this torch.")
+    doctor = add("doctor", "try the known faults on the installed torch", _DOCTOR_HELP)
+    doctor.add_argument("--timeout", type=_positive, default=120.0, metavar="S", help="seconds for one try; default: 120")
+    doctor.add_argument("--jobs", type=_count, default=2, metavar="N", help="tries at one time; default: 2")
+    for command in (info, doctor):
+        command.add_argument("--json", action="store_true", help="print JSON for programs")
+    return parser
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fxsafe")
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(fxsafe, "__version__", "(not installed)"))
+
+
+def _split_run(words: list[str]) -> tuple[list[str], list[str]]:
+    """Part ``run``'s own words from the program: ``["-m", module, ...]`` or ``[script, ...]``, empty if none."""
+    at = 1
+    while at < len(words):
+        word = words[at]
+        if word == "--":
+            return words[:at], words[at + 1 :]
+        if word == "-m":
+            return (words[:at], words[at:]) if at + 1 < len(words) else (words[:at], [])
+        if word.startswith("-m"):
+            return words[:at], ["-m", word[2:], *words[at + 1 :]]
+        if not word.startswith("-") or word == "-":
+            return words[:at], words[at:]
+        at += 2 if word in ("--fix", "--patches") else 1
+    return words, []
+
+
+def _info(fix: str, as_json: bool) -> int:
+    fxsafe.install(fix)
+    if importlib.util.find_spec("torch") is None:
+        raise FxsafeError(f"torch is not installed for {sys.executable}")
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        raise FxsafeError(f"torch cannot be imported: {error}") from error
+    records = fxsafe.info()
+    if as_json:
+        print(json.dumps(records, indent=2, default=str))
+        return 0
+    print(f"fxsafe {_version()} on torch {torch.__version__}, fix {fix}")
+    for record in records:
+        print()
+        print(_block(record))
+    return 0
+
+
+def _block(record: Mapping[str, Any]) -> str:
+    """One patch for people: its name and status, and below them whatever there is to say about it."""
+    lines = [f"{record['name']}: {record['status']}"]
+    for key in ("reason", "target", "upstream", "counters"):
+        text = _plain(record.get(key))
+        if text:
+            lines += textwrap.wrap(
+                f"{key + ':':<10}{text}", 110, initial_indent="  ", subsequent_indent=" " * 12, break_long_words=False
+            )
+    return "\n".join(lines)
+
+
+def _plain(value: object) -> str:
+    if not value:
+        return ""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {part}" for key, part in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return ", ".join(str(part) for part in value)
+    return str(value)
