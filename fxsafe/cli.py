@@ -117,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--strict", action="store_true", help="refuse to run on a torch that a patch does not know")
     info = add("info", "show what fxsafe does to the installed torch", "Show each patch and its status on this torch.")
     doctor = add("doctor", "try the known faults on the installed torch", _DOCTOR_HELP)
-    doctor.add_argument("--timeout", type=_positive, default=120.0, metavar="S", help="seconds for one try; default: 120")
+    doctor.add_argument(
+        "--timeout", type=_positive, default=120.0, metavar="S", help="seconds for one try; default: 120"
+    )
     doctor.add_argument("--jobs", type=_count, default=2, metavar="N", help="tries at one time; default: 2")
     for command in (info, doctor):
         command.add_argument("--json", action="store_true", help="print JSON for programs")

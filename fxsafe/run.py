@@ -98,7 +98,7 @@ def _run_file(filename: str, source: bytes) -> int:
 
     def body() -> None:
         code = _load_compiled(source) if compiled else compile(source, filename, "exec", dont_inherit=True)
-        exec(code, namespace)
+        exec(code, namespace)  # noqa: S102  the program
 
     status = _guarded(body, flush_first=True)
     # python takes these away again when the main program ends, before it waits for other threads.
@@ -112,7 +112,7 @@ def _load_compiled(data: bytes) -> CodeType:
         raise RuntimeError("Bad magic number in .pyc file")
     code = marshal.loads(data[16:])
     if not isinstance(code, CodeType):
-        raise RuntimeError("Bad code object in .pyc file")
+        raise RuntimeError("Bad code object in .pyc file")  # noqa: TRY004  as python does
     return code
 
 
@@ -168,7 +168,7 @@ def _guarded(body: Callable[[], None], flush_first: bool = False) -> int:
         body()
     except SystemExit:
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  whatever reached the top
         failure = error
     else:
         return 0
@@ -193,7 +193,7 @@ def _flush() -> None:
     for stream in (sys.stderr, sys.stdout):
         try:
             stream.flush()
-        except Exception:  # noqa: S110  the interpreter ignores it here too and meets it again when it ends
+        except Exception:  # noqa: S110, BLE001  the interpreter ignores it here too and meets it again when it ends
             pass
 
 
@@ -216,7 +216,7 @@ def _print_uncaught(error: BaseException) -> None:
         hook(type(error), error, error.__traceback__)
     except SystemExit:
         raise
-    except BaseException as raised:
+    except BaseException as raised:  # noqa: BLE001
         failed = raised
     else:
         return

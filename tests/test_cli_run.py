@@ -44,6 +44,7 @@ def execute(command: list[str], cwd: Path, **env: str) -> Outcome:
         capture_output=True,
         text=True,
         timeout=120,
+        check=False,
         stdin=subprocess.DEVNULL,
     )
     out, err = (re.sub(r"0x[0-9a-fA-F]+", "0x..", text) for text in (done.stdout, done.stderr))
@@ -207,14 +208,20 @@ PROGRAMS: dict[str, Program] = {
     "pickle-module": Program(["-m", "pick"], {"pick.py": PICKLES}),
     "spawn": script(SPAWNS, "spawn"),
     "spawn-module": Program(["-m", "spawns", "spawn"], {"spawns.py": SPAWNS}),
-    "warning": script("import warnings\nwarnings.warn('old', DeprecationWarning)\nwarnings.warn('mine')\nprint(warnings.filters)"),
+    "warning": script(
+        "import warnings\nwarnings.warn('old', DeprecationWarning)\nwarnings.warn('mine')\nprint(warnings.filters)"
+    ),
     "warning-as-error": script("import warnings\nwarnings.warn('old', DeprecationWarning)", flags=["-W", "error"]),
     "optimised": script("assert False\nprint(__debug__)", flags=["-O"]),
     "empty": script(""),
     "reads-stdin": script("import sys; print(repr(sys.stdin.read()))"),
-    "unittest": script("import unittest\nclass T(unittest.TestCase):\n    def test(self): self.fail()\nunittest.main(argv=['x'])"),
+    "unittest": script(
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.fail()\nunittest.main(argv=['x'])"
+    ),
     "argparse": script("import argparse; argparse.ArgumentParser().parse_args()", "--nonsense"),
-    "argparse-module": Program(["-m", "ap"], {"ap.py": "import argparse; argparse.ArgumentParser().parse_args(['-z'])"}),
+    "argparse-module": Program(
+        ["-m", "ap"], {"ap.py": "import argparse; argparse.ArgumentParser().parse_args(['-z'])"}
+    ),
     "dataclass-and-type-hints": script(
         "import dataclasses, typing\n@dataclasses.dataclass\nclass D:\n    x: 'Later'\nclass Later: pass\n"
         "print(typing.get_type_hints(D), D.__module__)"
@@ -255,6 +262,7 @@ def test_output_and_errors_come_in_the_same_order(name: str, tmp_path: Path) -> 
             stderr=subprocess.STDOUT,
             text=True,
             timeout=120,
+            check=False,
         ).stdout
 
     assert merged("-m", "fxsafe", "run") == merged()
@@ -311,6 +319,7 @@ def test_a_closed_pipe_is_reported_as_python_does(tmp_path: Path) -> None:
                 stdout=write,
                 stderr=subprocess.PIPE,
                 timeout=120,
+                check=False,
             )
         finally:
             os.close(write)
