@@ -11,7 +11,7 @@ import importlib.util
 import json
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import fxsafe
@@ -73,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "doctor":
             from fxsafe.doctor import examine
 
-            return examine(fix=options.fix, timeout=options.timeout, jobs=options.jobs, as_json=options.json)
+            return _interruptible(
+                lambda: examine(fix=options.fix, timeout=options.timeout, jobs=options.jobs, as_json=options.json)
+            )
         if not program:
             parser.exit(2, f"{command}: name a script, or a module with -m (see {command} --help)\n")
         patches = None if options.patches is None else [p for p in options.patches.split(",") if p]
@@ -88,6 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if program[0] == "-m":
         return run_module(program[1], program[2:])
     return run_script(program[0], program[1:])
+
+
+def _interruptible(command: Callable[[], int]) -> int:
+    """Ctrl-C is an answer of the user's, not a fault to trace back."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,7 +201,12 @@ def _block(record: Mapping[str, Any]) -> str:
         text = _plain(record.get(key))
         if text:
             lines += textwrap.wrap(
-                f"{key + ':':<10}{text}", 110, initial_indent="  ", subsequent_indent=" " * 12, break_long_words=False
+                f"{key + ':':<10}{text}",
+                110,
+                initial_indent="  ",
+                subsequent_indent=" " * 12,
+                break_long_words=False,
+                break_on_hyphens=False,
             )
     return "\n".join(lines)
 

@@ -18,6 +18,7 @@ started afresh (``multiprocessing``'s spawn and forkserver, ``subprocess``) do n
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.machinery
 import importlib.util
 import io
@@ -71,10 +72,8 @@ def run_module(name: str, args: Sequence[str]) -> int:
     sys.argv = ["-m", *args]
     _drop_launcher_path()
     if not _safe_path():
-        try:
+        with contextlib.suppress(OSError):  # the directory is gone: python goes on without it
             sys.path.insert(0, os.getcwd())
-        except OSError:  # the directory is gone: python goes on without it
-            pass
     _fresh_main()
     return _guarded(lambda: _run_as_main(name, True))
 
@@ -98,7 +97,7 @@ def _run_file(filename: str, source: bytes) -> int:
 
     def body() -> None:
         code = _load_compiled(source) if compiled else compile(source, filename, "exec", dont_inherit=True)
-        exec(code, namespace)  # noqa: S102  the program
+        exec(code, namespace)
 
     status = _guarded(body, flush_first=True)
     # python takes these away again when the main program ends, before it waits for other threads.
@@ -112,7 +111,7 @@ def _load_compiled(data: bytes) -> CodeType:
         raise RuntimeError("Bad magic number in .pyc file")
     code = marshal.loads(data[16:])
     if not isinstance(code, CodeType):
-        raise RuntimeError("Bad code object in .pyc file")  # noqa: TRY004  as python does
+        raise RuntimeError("Bad code object in .pyc file")  # noqa: TRY004  python's own
     return code
 
 
@@ -150,10 +149,8 @@ def _drop_launcher_path() -> None:
     if not _safe_path():
         main = sys.modules.get("__main__")
         if getattr(main, "__spec__", None) is not None:
-            try:
+            with contextlib.suppress(OSError):
                 entries.add(os.getcwd())
-            except OSError:
-                pass
         else:
             started = getattr(main, "__file__", None)
             if started:
@@ -168,7 +165,7 @@ def _guarded(body: Callable[[], None], flush_first: bool = False) -> int:
         body()
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001  whatever reached the top
+    except BaseException as error:
         failure = error
     else:
         return 0
@@ -191,10 +188,8 @@ def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None
 
 def _flush() -> None:
     for stream in (sys.stderr, sys.stdout):
-        try:
+        with contextlib.suppress(Exception):  # the interpreter ignores it here too and meets it again when it ends
             stream.flush()
-        except Exception:  # noqa: S110, BLE001  the interpreter ignores it here too and meets it again when it ends
-            pass
 
 
 def _print_uncaught(error: BaseException) -> None:
@@ -216,7 +211,7 @@ def _print_uncaught(error: BaseException) -> None:
         hook(type(error), error, error.__traceback__)
     except SystemExit:
         raise
-    except BaseException as raised:  # noqa: BLE001
+    except BaseException as raised:
         failed = raised
     else:
         return

@@ -1,0 +1,79 @@
+"""``fxsafe info``: what fxsafe does to the installed torch, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxsafe.patches import CATALOGUE
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = [patch.name for patch in CATALOGUE]
+
+
+def fxsafe(*words: str, path: Path | None = None, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command line; ``path`` comes before everything that is installed."""
+    start = ["-m", "fxsafe", *words] if code is None else ["-c", code]
+    entries = [str(entry) for entry in (path, ROOT) if entry is not None]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entries)}
+    return subprocess.run(
+        [sys.executable, *start], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_json_is_the_list_of_records() -> None:
+    done = fxsafe("info", "--json")
+    records = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert [record["name"] for record in records] == NAMES
+    assert {record["torch"] for record in records} == {torch.__version__}
+    keys = {"name", "status", "fix", "target", "reason", "upstream", "torch", "counters"}
+    assert all(set(record) == keys for record in records)
+
+
+def test_people_see_every_patch_with_its_status() -> None:
+    done = fxsafe("info")
+    assert done.returncode == 0
+    assert torch.__version__ in done.stdout
+    for name in NAMES:
+        assert f"\n{name}: " in done.stdout
+
+
+def test_the_fix_decides_what_is_active() -> None:
+    status = {
+        record["name"]: record["status"]
+        for record in json.loads(fxsafe("info", "--json", "--fix", "always-false").stdout)
+    }
+    assert status["tracing-flag"] == "disabled"
+
+
+@pytest.mark.parametrize("command", ["info", "doctor"])
+def test_an_unknown_fix_is_one_line_and_status_2(command: str) -> None:
+    done = fxsafe(command, "--fix", "nonsense")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"fxsafe {command}: ")
+    assert "nonsense" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_missing_torch_is_one_line_and_status_2() -> None:
+    done = fxsafe(code="import sys; sys.modules['torch'] = None; from fxsafe.cli import main; sys.exit(main(['info']))")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "torch is not installed" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["info", "doctor"])
+def test_a_torch_that_cannot_be_imported_is_one_line_and_status_2(command: str, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libtorch.so: cannot open shared object file')")
+    done = fxsafe(command, path=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "libtorch.so" in done.stderr
+    assert done.stderr.count("\n") == 1
