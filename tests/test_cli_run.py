@@ -128,7 +128,7 @@ def outer():
         raise TypeError("while")
 outer()
 """
-PACKAGE = {
+PACKAGE: dict[str, str | bytes] = {
     "pkg/__init__.py": "print('init', __name__)",
     "pkg/__main__.py": "from . import mod\n" + NAMESPACE,
     "pkg/mod.py": "print('mod', __name__)" + NAMESPACE,
@@ -273,7 +273,8 @@ def test_a_link_to_a_script_puts_the_directory_of_the_file_on_the_path(tmp_path:
     (tmp_path / "hop.py").symlink_to("real/script.py")
     (tmp_path / "link.py").symlink_to("hop.py")
     plain, ours = both(program, tmp_path)
-    assert ours == plain and "near" in plain.out
+    assert ours == plain
+    assert "near" in plain.out
 
 
 def test_a_zip_file_runs(tmp_path: Path) -> None:
@@ -281,19 +282,22 @@ def test_a_zip_file_runs(tmp_path: Path) -> None:
         archive.writestr("__main__.py", NAMESPACE + "import near")
         archive.writestr("near.py", "print(__file__)\n1/0")
     plain, ours = both(Program(["app.zip", "--fix"]), tmp_path)
-    assert ours == plain and "app.zip/near.py" in plain.out
+    assert ours == plain
+    assert "app.zip/near.py" in plain.out
 
 
 def test_a_compiled_file_runs(tmp_path: Path) -> None:
     (tmp_path / "source.py").write_text(NAMESPACE + "1/0")
     execute(["-c", "import py_compile; py_compile.compile('source.py', 'script.pyc')"], tmp_path)
     plain, ours = both(Program(["script.pyc"]), tmp_path)
-    assert ours == plain and "SourcelessFileLoader" in plain.out
+    assert ours == plain
+    assert "SourcelessFileLoader" in plain.out
 
 
 def test_a_compiled_file_of_another_python_is_refused(tmp_path: Path) -> None:
     plain, ours = both(Program(["script.pyc"], {"script.pyc": b"\x00" * 32}), tmp_path)
-    assert ours == plain and plain.status == 1
+    assert ours == plain
+    assert plain.status == 1
 
 
 @posix
@@ -301,7 +305,8 @@ def test_a_compiled_file_of_another_python_is_refused(tmp_path: Path) -> None:
 def test_an_interrupt_kills_by_sigint(words: list[str], tmp_path: Path) -> None:
     text = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)"
     plain, ours = both(Program(words, {"script.py": text}), tmp_path)
-    assert ours == plain and plain.status == -2
+    assert ours == plain
+    assert plain.status == -2
 
 
 @posix
@@ -358,7 +363,8 @@ def test_a_program_may_install_fxsafe_itself(tmp_path: Path) -> None:
 
 def test_an_error_of_fxsafe_in_the_program_is_the_programs(tmp_path: Path) -> None:
     plain, ours = both(script("import fxsafe\nraise fxsafe.FxsafeError('mine')"), tmp_path)
-    assert ours == plain and "Traceback" in plain.err
+    assert ours == plain
+    assert "Traceback" in plain.err
 
 
 @pytest.mark.parametrize(
@@ -390,20 +396,26 @@ def test_our_options_stand_before_the_program(words: list[str], tmp_path: Path) 
 def test_a_mistake_is_one_line_and_status_2(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('must not run')")
     outcome = execute(["-m", "fxsafe", *words], tmp_path)
-    assert outcome.status == 2 and outcome.out == ""
-    assert outcome.err.startswith("fxsafe") and outcome.err.count("\n") == 1
+    assert outcome.status == 2
+    assert outcome.out == ""
+    assert outcome.err.startswith("fxsafe")
+    assert outcome.err.count("\n") == 1
 
 
 def test_help_says_that_spawned_children_do_not_inherit(tmp_path: Path) -> None:
     outcome = execute(["-m", "fxsafe", "run", "--help"], tmp_path)
-    assert outcome.status == 0 and "do not inherit" in outcome.out
+    assert outcome.status == 0
+    assert "do not inherit" in outcome.out
 
 
 def test_no_arguments_print_help(tmp_path: Path) -> None:
     outcome = execute(["-m", "fxsafe"], tmp_path)
-    assert outcome.status == 0 and "doctor" in outcome.out and outcome.err == ""
+    assert outcome.status == 0
+    assert "doctor" in outcome.out
+    assert outcome.err == ""
 
 
 def test_version_names_the_package(tmp_path: Path) -> None:
     outcome = execute(["-m", "fxsafe", "--version"], tmp_path)
-    assert outcome.status == 0 and outcome.out.startswith("fxsafe ")
+    assert outcome.status == 0
+    assert outcome.out.startswith("fxsafe ")
