@@ -66,7 +66,7 @@ def attempt(call: Callable[[], Any]) -> Any:
     """What ``call`` returns, or the text of what it raises."""
     try:
         return call()
-    except BaseException as error:  # noqa: BLE001  whatever torch raises is the finding
+    except BaseException as error:  # whatever torch raises is the finding
         return short(error)
 
 

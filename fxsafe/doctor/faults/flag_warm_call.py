@@ -37,7 +37,7 @@ function = torch.compile(affine, backend="eager")
 whole = torch.compile(affine, backend="eager", fullgraph=True, dynamic=True)
 method = torch.compile(Owner().method, backend="eager")
 lowered = torch.compile(loss, backend=lowering())
-calls = {
+calls: dict[str, Any] = {
     "function": lambda: function(x),
     "fullgraph, dynamic": lambda: whole(x),
     "method": lambda: method(x),

@@ -40,6 +40,8 @@ class Model(nn.Module):
         self.stops = Stops()
         self.register_buffer("shift", torch.ones(4))
 
+    shift: torch.Tensor
+
     def forward(self, x: Any) -> Any:
         x = torch.relu(self.layers[0](x)) * self.weight
         x = self.stops(x)
@@ -65,5 +67,7 @@ for order in ("within", "overlapping"):
         models[at].stops.leave.set()
         got = tasks[at].result()
         if got != right:
-            wrong[f"{order}, trace {at}"] = got if isinstance(got, str) else [n for n in got if n not in right] or "less"
+            wrong[f"{order}, trace {at}"] = (
+                got if isinstance(got, str) else [n for n in got if n not in right] or "less"
+            )
 finish(bool(wrong), wrong=wrong)

@@ -30,7 +30,7 @@ module, x = Scaled(), torch.ones(1, 2)
 hooked = nn.Linear(2, 2)
 hooked.register_forward_hook(lambda owner, inputs, output: output + 1)
 compiled = torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager")
-calls = {
+calls: dict[str, Any] = {
     "a module with submodules": lambda: module(x),
     "a module with a hook": lambda: hooked(x),
     "an attribute": lambda: module.scale.detach(),

@@ -43,12 +43,12 @@ if not inside.wait(WAIT):
 read, write = os.pipe()
 child = os.fork()
 if child == 0:
-    answer = b"raised"
+    word = b"raised"
     try:
         compiled = torch.compile(lambda x: x * 3, backend="eager")(torch.ones(2))
-        answer = b"right" if compiled.tolist() == [3.0, 3.0] else b"wrong"
+        word = b"right" if compiled.tolist() == [3.0, 3.0] else b"wrong"
     finally:
-        os.write(write, answer)
+        os.write(write, word)
         os._exit(0)
 os.close(write)
 started = time.monotonic()
