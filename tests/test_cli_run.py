@@ -183,7 +183,7 @@ PROGRAMS: dict[str, Program] = {
     "exit-none": script("raise SystemExit"),
     "exit-zero": script("import sys; sys.exit(0)"),
     "exit-number": script("import sys; sys.exit(7)"),
-    "exit-large": script("import sys; sys.exit(1 << 70)"),
+    "exit-over-a-byte": script("import sys; sys.exit(261)"),
     "exit-true": script("import sys; sys.exit(True)"),
     "exit-text": script("import sys; sys.exit('text')"),
     "exit-tuple": script("import sys; sys.exit((1, 2))"),
