@@ -1,0 +1,71 @@
+"""F4, first half: what ``make_fx`` keeps about the trace in progress belongs to the thread that traces.
+
+The race: ``proxy_tensor._CURRENT_MAKE_FX_TRACER`` is a module global that ``make_fx`` sets and that the higher-order
+operators (``cond``, ``map``, ``while_loop``, flex_attention, eager and in the backward) ask for their parent trace. They
+find another thread's, or none ("parent_tracer.fx_tracer should not be None"). The same holds for the stack of
+pre-dispatch modes ("Trying to pop empty mode stack") and, before 2.12, for the decomposition table and the operator
+that is being decomposed.
+
+Upstream: pytorch#189665, pytorch#134775 (both still open in effect: the test was made serial). Releases: 2.5 to 2.15.
+
+Why this place is enough: all readers of the tracer import it inside the function that needs it, so the module's
+property serves them, and its only writer changes in place; the pre-dispatch stack is reached through one function. No
+lock is taken: with these, and with the patches of ``Tracer.trace``, node metadata and dispatch caches, a trace shares
+nothing with another thread's that ``make_fx`` itself changes. Autograd's threads see the values of the thread whose
+backward they run.
+
+This file can be deleted when the oldest supported torch keeps these per thread.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from fxsafe.patches.base import Patch, Plan, ShapeError
+from fxsafe.thread_globals import ThreadGlobals, isolate
+
+__all__ = ["PATCH"]
+
+PROXY_TENSOR = "torch.fx.experimental.proxy_tensor"
+OPS = "torch._ops"
+_TRACER = "_CURRENT_MAKE_FX_TRACER"
+_MODES = "_mode_stack_state_for_pre_dispatch"
+_BEFORE_2_12: dict[str, tuple[Callable[[], Any], str]] = {
+    "CURRENT_DECOMPOSITION_TABLE": (dict, "decompose"),
+    "ORIGINAL_ATEN": (lambda: None, "set_original_aten_op"),
+}
+
+
+def _plan(modules: Mapping[str, ModuleType]) -> Plan:
+    proxy_tensor, ops = modules[PROXY_TENSOR], modules[OPS]
+    initial: dict[str, Callable[[], Any]] = {_TRACER: lambda: None}
+    users = {"_set_make_fx_tracer"}
+    for name, (make, user) in _BEFORE_2_12.items():
+        value = vars(proxy_tensor).get(name)
+        if name in vars(proxy_tensor) and not isinstance(value, contextvars.ContextVar):
+            initial[name] = make
+            users.add(user)
+    stack = type(vars(ops).get(_MODES))
+    if stack.__module__ != OPS:
+        raise ShapeError(f"{OPS}.{_MODES} is a {stack.__module__}.{stack.__qualname__}")
+    tracing, modes = ThreadGlobals(initial), ThreadGlobals({_MODES: stack})
+    return Plan(
+        [
+            *isolate(proxy_tensor, tracing, frozenset(initial), frozenset(users)),
+            # Nobody outside uses the stack by its name.
+            *isolate(ops, modes, frozenset({_MODES}), frozenset({"mode_stack_state_for_pre_dispatch"}), by_attribute=False),
+        ]
+    )
+
+
+PATCH = Patch(
+    name="make-fx",
+    summary="make_fx and eager higher-order operators find their own thread's trace",
+    upstream=("https://github.com/pytorch/pytorch/issues/189665", "https://github.com/pytorch/pytorch/pull/134775"),
+    modules=(PROXY_TENSOR, OPS),
+    plan=_plan,
+    faults=("make-fx-tracer", "pre-dispatch-modes"),
+)

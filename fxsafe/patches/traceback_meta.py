@@ -1,0 +1,92 @@
+"""F4, node metadata: what ``torch.fx.traceback`` puts on new nodes belongs to the thread that creates them.
+
+The race: ``current_meta``, ``should_preserve_node_meta`` and their like are module globals that every ``create_node``
+reads, and that ``annotate``, ``preserve_node_meta`` and every ``fx.Interpreter`` replace and put back. One thread's
+annotations, stack traces and provenance land on another thread's nodes, and overlapping blocks leave them set.
+
+Upstream: pytorch#184917 (open). Releases: 2.5 to 2.15.
+
+Why this place is enough: the globals are used in two ways only, by the functions of ``torch.fx.traceback``, whose
+bodies change in place, and as attributes of the module. Autograd's threads see the values of the thread whose backward
+they run, as they see the global. 2.13 binds the first ``current_meta`` by name in flex_attention, which gets a view of
+the calling thread's first one: as stale as before, and no staler.
+
+This file can be deleted when the oldest supported torch keeps these per thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from fxsafe.edits import AttributeSwap
+from fxsafe.frames import run_as_is
+from fxsafe.patches.base import Patch, Plan, ShapeError
+from fxsafe.thread_globals import ThreadGlobals, isolate
+
+__all__ = ["PATCH"]
+
+TRACEBACK = "torch.fx.traceback"
+FLEX = "torch._higher_order_ops.flex_attention"
+_META = "current_meta"
+_OTHERS: dict[str, Callable[[], Any]] = {
+    "should_preserve_node_meta": bool,
+    "_should_preserve_node_meta": bool,  # since 2.11
+    "current_replay_node": lambda: None,  # since 2.10
+}
+_USERS = frozenset({"get_current_meta", "has_preserved_node_meta", "preserve_node_meta", "set_current_meta"})
+
+
+class _FirstMeta:
+    """What flex_attention calls ``current_meta``: the dictionary that the calling thread's one began with."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def get(self, *arguments: Any) -> Any:
+        return self._state.first_meta.get(*arguments)
+
+
+class _Flex:
+    """Puts the view where flex_attention has bound the dictionary; the installing thread keeps the one bound there."""
+
+    def __init__(self, flex: ModuleType, state: Any) -> None:
+        view = _FirstMeta(state)
+        run_as_is(_FirstMeta.get)
+        self._swap = AttributeSwap(f"{FLEX}.{_META}", flex, _META, view)
+        self.target = self._swap.target
+        self._flex = flex
+        self._state = state
+
+    def apply(self) -> None:
+        self._state.first_meta = vars(self._flex)[_META]
+        self._swap.apply()
+
+    def undo(self) -> bool:
+        return self._swap.undo()
+
+
+def _plan(modules: Mapping[str, ModuleType]) -> Plan:
+    module, flex = modules[TRACEBACK], modules[FLEX]
+    here = vars(module)
+    if type(here.get(_META)) is not dict or here.get("should_preserve_node_meta") not in (True, False):
+        raise ShapeError(f"{TRACEBACK} no longer keeps a dictionary {_META} and a flag should_preserve_node_meta")
+    others = {name: make for name, make in _OTHERS.items() if name in here}
+    state: Any = ThreadGlobals({"first_meta": dict, _META: lambda: state.first_meta, **others})
+    edits = isolate(module, state, frozenset({_META, *others}), _USERS)
+    if _META in vars(flex):
+        if type(vars(flex)[_META]) is not dict:
+            raise ShapeError(f"{FLEX}.{_META} is no dictionary")
+        edits.append(_Flex(flex, state))
+    return Plan(edits)
+
+
+PATCH = Patch(
+    name="traceback-meta",
+    summary="annotations, stack traces and provenance go to the nodes of the thread that set them",
+    upstream=("https://github.com/pytorch/pytorch/pull/184917",),
+    modules=(TRACEBACK, FLEX),
+    plan=_plan,
+    faults=("node-metadata",),
+)

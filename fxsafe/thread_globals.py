@@ -1,0 +1,297 @@
+"""Gives every thread a value of its own for module globals that torch keeps once per process.
+
+The functions of the module that name such a global get their own bodies again, compiled from torch's source with the
+global replaced by an attribute of a state object; ``from module import name`` and ``module.name`` of other modules go
+through properties. The values live in the thread-local storage that torch hands to autograd's threads, so the part of
+a backward that runs on a device's thread sees the values of the thread that called ``backward``, as it does with a
+global. Upstream: pytorch#184917, whose review warns that plain thread-locals lose this.
+"""
+
+from __future__ import annotations
+
+import __future__
+import ast
+import dis
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from fxsafe.edits import CodeSwap, Edit, ModuleProperties, copy_function
+from fxsafe.frames import run_as_is
+from fxsafe.patches.base import ShapeError
+
+__all__ = ["Inline", "ThreadGlobals", "isolate", "rewritten"]
+
+_PLACEHOLDER = "<fxsafe state>"
+_FUTURE = 0
+for _feature in __future__.all_feature_names:
+    _FUTURE |= getattr(__future__, _feature).compiler_flag
+_serial = itertools.count()
+
+
+class ThreadGlobals:
+    """One attribute per global; reading and writing it reads and writes the calling thread's value.
+
+    A thread that has set nothing reads what ``initial`` makes for it, once. Two threads share values only while one
+    of them works for the other: autograd's threads, and callbacks to which torch hands thread-local state.
+    """
+
+    def __init__(self, initial: Mapping[str, Callable[[], Any]]) -> None:
+        import torch
+
+        # A key of its own for each installation: nothing is left over from an earlier one.
+        key = f"fxsafe.globals.{next(_serial)}"
+        core: Any = torch._C
+        has, get, stash = core._is_key_in_tls, core._get_obj_in_tls, core._stash_obj_in_tls
+
+        def values() -> dict[str, Any]:
+            if has(key):
+                found: dict[str, Any] = get(key)
+                return found
+            mine: dict[str, Any] = {}
+            stash(key, mine)
+            return mine
+
+        def attribute(name: str, make: Callable[[], Any]) -> property:
+            def read(self: Any) -> Any:
+                mine = values()
+                if name not in mine:
+                    mine[name] = make()
+                return mine[name]
+
+            def write(self: Any, value: Any) -> None:
+                values()[name] = value
+
+            # These frames may run under Dynamo's callback, where torch's own code has none.
+            run_as_is(read, write)
+            return property(read, write)
+
+        run_as_is(values)
+        properties = {name: attribute(name, make) for name, make in initial.items()}
+        self.__class__ = type("ThreadGlobals", (ThreadGlobals,), properties)
+
+    def property_of(self, name: str) -> property:
+        """A property for another object that goes to the same values."""
+
+        def read(other: Any) -> Any:
+            return getattr(self, name)
+
+        def write(other: Any, value: Any) -> None:
+            setattr(self, name, value)
+
+        run_as_is(read, write)
+        return property(read, write)
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """The functions that the module defines: its own globals and class attributes, below decorators."""
+
+    def below(value: Any) -> Iterator[FunctionType]:
+        while value is not None:
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            if isinstance(value, property):
+                for part in (value.fget, value.fset, value.fdel):
+                    yield from below(part)
+                return
+            if type(value) is FunctionType and value.__globals__ is vars(module):
+                yield value
+            value = getattr(value, "__wrapped__", None) if callable(value) else None
+
+    seen: set[int] = set()
+    for owner in [module, *(v for v in vars(module).copy().values() if isinstance(v, type))]:
+        if isinstance(owner, type) and owner.__module__ != module.__name__:
+            continue
+        for value in list(vars(owner).values()):
+            for function in below(value):
+                if id(function) not in seen:
+                    seen.add(id(function))
+                    yield function
+
+
+def _globals_named(code: CodeType) -> set[str]:
+    return {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith("_GLOBAL")}
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _nested(const)
+
+
+class _Rewrite(ast.NodeTransformer):
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id not in self._names:
+            return node
+        state = ast.copy_location(ast.Constant(_PLACEHOLDER), node)
+        return ast.copy_location(ast.Attribute(state, node.id, node.ctx), node)
+
+    def visit_Global(self, node: ast.Global) -> ast.AST:
+        kept = [name for name in node.names if name not in self._names]
+        return ast.copy_location(ast.Global(kept) if kept else ast.Pass(), node)
+
+
+def _compile(function: FunctionType, change: ast.NodeTransformer | None) -> CodeType:
+    """The code of a function, compiled again from its source, with the lines and the file that it has."""
+    code = function.__code__
+    lines, first = inspect.getsourcelines(code)
+    indented = lines[0][:1].isspace()
+    source = "".join(lines)
+    if indented:  # in a class of its own name, for the names that Python mangles
+        owner = function.__qualname__.split(".")[-2]
+        source = f"class {owner}:\n{source}"
+    tree: ast.AST = ast.parse(source)
+    if change is not None:
+        tree = ast.fix_missing_locations(change.visit(tree))
+    ast.increment_lineno(tree, first - 1 - indented)
+    flags = code.co_flags & _FUTURE
+    whole = compile(tree, code.co_filename, "exec", flags=flags, dont_inherit=True)  # type: ignore[call-overload]
+    for candidate in _nested(whole):
+        if candidate.co_name == code.co_name:
+            return candidate
+    raise ShapeError(f"{function.__module__}.{function.__qualname__} is not in its own source")
+
+
+def _bound(code: CodeType, state: object) -> CodeType:
+    consts = tuple(
+        _bound(const, state)
+        if isinstance(const, CodeType)
+        else state
+        if isinstance(const, str) and const == _PLACEHOLDER
+        else const
+        for const in code.co_consts
+    )
+    return code.replace(co_consts=consts)
+
+
+def _gist(code: CodeType) -> tuple[object, ...]:
+    """What identifies a body. Not its instructions: how a method is called depends on the imports around it."""
+    return (
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars,
+        code.co_cellvars,
+        tuple(_gist(const) if isinstance(const, CodeType) else repr(const) for const in code.co_consts),
+    )
+
+
+def rewritten(where: str, function: FunctionType, change: ast.NodeTransformer, state: object = None) -> CodeType:
+    """The body of ``function`` after a change of its syntax tree, otherwise equal to the body it has.
+
+    Args:
+        where: the function's full name, for messages.
+        state: takes the place of the state placeholder wherever the change has put it.
+
+    Raises:
+        ShapeError: there is no source, or it is not the source of the body that the function has now.
+    """
+    try:
+        plain = _compile(function, None)
+    except (OSError, SyntaxError, IndexError) as error:
+        raise ShapeError(f"the source of {where} cannot be read ({error})") from None
+    if _gist(plain) != _gist(function.__code__):
+        raise ShapeError(f"{where} does not have the body that its source says")
+    code = _bound(_compile(function, change), state)
+    if hasattr(code, "co_qualname"):  # Python 3.11
+        code = code.replace(co_qualname=function.__code__.co_qualname)
+    if code.co_freevars != function.__code__.co_freevars:
+        raise ShapeError(f"{where} closes over other variables after the change")
+    return code
+
+
+class Inline:
+    """While a function has another body, Dynamo inlines the one it had: compiled code stays as it was."""
+
+    def __init__(self, target: str, function: FunctionType) -> None:
+        self.target = f"{target}._torchdynamo_inline"
+        self._function: Any = function
+        self._original = copy_function(function)
+
+    def apply(self) -> None:
+        self._function._torchdynamo_inline = self._original
+
+    def undo(self) -> bool:
+        if vars(self._function).get("_torchdynamo_inline") is not self._original:
+            return False
+        del self._function._torchdynamo_inline
+        return True
+
+
+def isolate(
+    module: ModuleType, state: ThreadGlobals, names: frozenset[str], users: frozenset[str], *, by_attribute: bool = True
+) -> list[Edit]:
+    """Edits that give every thread its own value of some globals of ``module``.
+
+    Args:
+        state: has an attribute for each of the names.
+        users: functions of the module that are known to use one of these globals.
+        by_attribute: whether other modules use the globals as well. The module object then gets a class of its own.
+
+    Raises:
+        ShapeError: the module does not have these globals or functions, or uses the globals in a place that cannot
+            be changed.
+    """
+    missing = names - vars(module).keys()
+    if missing:
+        raise ShapeError(f"{module.__name__} has no global {sorted(missing)}")
+    edits: list[Edit] = []
+    found: dict[str, range] = {}
+    for function in _functions(module):
+        codes = list(_nested(function.__code__))
+        if not any(names & _globals_named(code) for code in codes):
+            continue
+        where = f"{module.__name__}.{function.__qualname__}"
+        shadowed = names & {name for c in codes for name in (*c.co_varnames, *c.co_cellvars, *c.co_freevars)}
+        if shadowed:
+            raise ShapeError(f"{where} has local variables {sorted(shadowed)}")
+        edits.append(CodeSwap(where, function, rewritten(where, function, _Rewrite(names), state)))
+        edits.append(Inline(where, function))
+        lines, first = inspect.getsourcelines(function.__code__)
+        found[function.__qualname__] = range(first, first + len(lines))
+    if not users <= found.keys():
+        raise ShapeError(f"{module.__name__}: {sorted(users - found.keys())} no longer use {sorted(names)}")
+    _require_complete(module, names, found)
+    if by_attribute:
+        edits.append(ModuleProperties(module.__name__, module, {name: state.property_of(name) for name in names}))
+    edits.append(_Inherit(module, state, names))
+    return edits
+
+
+class _Inherit:
+    """The thread that installs goes on with the values it sees, for it may be inside a block that has set them."""
+
+    def __init__(self, module: ModuleType, state: ThreadGlobals, names: frozenset[str]) -> None:
+        self.target = f"{module.__name__}.{'/'.join(sorted(names))}"
+        self._globals = vars(module)
+        self._state = state
+        self._names = names
+
+    def apply(self) -> None:
+        for name in self._names:
+            setattr(self._state, name, self._globals[name])
+
+    def undo(self) -> bool:
+        return True
+
+
+def _require_complete(module: ModuleType, names: frozenset[str], found: Mapping[str, range]) -> None:
+    """Every ``global`` statement for one of the names must be in a function that was found.
+
+    Raises:
+        ShapeError: one is elsewhere, and would go on writing the process-wide value.
+    """
+    try:
+        lines, _ = inspect.getsourcelines(module)
+    except OSError as error:
+        raise ShapeError(f"the source of {module.__name__} cannot be read ({error})") from None
+    for number, line in enumerate(lines, 1):
+        if line.lstrip().startswith("global ") and names.intersection(re.findall(r"\w+", line)):
+            if not any(number in span for span in found.values()):
+                raise ShapeError(f"{module.__name__}, line {number}: {line.strip()!r} is in no known function")
