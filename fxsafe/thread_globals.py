@@ -1,10 +1,13 @@
 """Gives every thread a value of its own for module globals that torch keeps once per process.
 
 The functions of the module that name such a global get their own bodies again, compiled from torch's source with the
-global replaced by an attribute of a state object; ``from module import name`` and ``module.name`` of other modules go
-through properties. The values live in the thread-local storage that torch hands to autograd's threads, so the part of
-a backward that runs on a device's thread sees the values of the thread that called ``backward``, as it does with a
-global. Upstream: pytorch#184917, whose review warns that plain thread-locals lose this.
+global replaced by an attribute of a thread-local object; ``from module import name`` and ``module.name`` of other
+modules go through properties.
+
+A device's autograd thread has values of its own too, where it saw the global of the thread that called ``backward``.
+Whoever needs that keeps autograd in the calling thread meanwhile. The storage that torch carries into autograd's
+threads (``torch._C._stash_obj_in_tls``) is no way out: nothing can be taken out of it again, and a thread that ends
+with something in it while the interpreter shuts down aborts the process (seen on 2.5.1, 2.13.0 and 2.15.0).
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import __future__
 import ast
 import dis
 import inspect
-import itertools
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -29,61 +32,29 @@ _PLACEHOLDER = "<fxsafe state>"
 _FUTURE = 0
 for _feature in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _feature).compiler_flag
-_serial = itertools.count()
 
 
-class ThreadGlobals:
-    """One attribute per global; reading and writing it reads and writes the calling thread's value.
-
-    A thread that has set nothing reads what ``initial`` makes for it, once. Two threads share values only while one
-    of them works for the other: autograd's threads, and callbacks to which torch hands thread-local state.
-    """
+class ThreadGlobals(threading.local):
+    """One attribute per global, each thread with values of its own."""
 
     def __init__(self, initial: Mapping[str, Callable[[], Any]]) -> None:
-        import torch
+        """
+        Args:
+            initial: global -> what makes the value that a thread begins with. Called in each thread.
+        """
+        for name, make in initial.items():
+            setattr(self, name, make())
 
-        # A key of its own for each installation: nothing is left over from an earlier one.
-        key = f"fxsafe.globals.{next(_serial)}"
-        core: Any = torch._C
-        has, get, stash = core._is_key_in_tls, core._get_obj_in_tls, core._stash_obj_in_tls
 
-        def values() -> dict[str, Any]:
-            if has(key):
-                found: dict[str, Any] = get(key)
-                return found
-            mine: dict[str, Any] = {}
-            stash(key, mine)
-            return mine
+def _property_of(state: object, name: str) -> property:
+    def read(module: Any) -> Any:
+        return getattr(state, name)
 
-        def attribute(name: str, make: Callable[[], Any]) -> property:
-            def read(self: Any) -> Any:
-                mine = values()
-                if name not in mine:
-                    mine[name] = make()
-                return mine[name]
+    def write(module: Any, value: Any) -> None:
+        setattr(state, name, value)
 
-            def write(self: Any, value: Any) -> None:
-                values()[name] = value
-
-            # These frames may run under Dynamo's callback, where torch's own code has none.
-            run_as_is(read, write)
-            return property(read, write)
-
-        run_as_is(values)
-        properties = {name: attribute(name, make) for name, make in initial.items()}
-        self.__class__ = type("ThreadGlobals", (ThreadGlobals,), properties)
-
-    def property_of(self, name: str) -> property:
-        """A property for another object that goes to the same values."""
-
-        def read(other: Any) -> Any:
-            return getattr(self, name)
-
-        def write(other: Any, value: Any) -> None:
-            setattr(self, name, value)
-
-        run_as_is(read, write)
-        return property(read, write)
+    run_as_is(read, write)
+    return property(read, write)
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
@@ -225,7 +196,7 @@ class Inline:
 
 
 def isolate(
-    module: ModuleType, state: ThreadGlobals, names: frozenset[str], users: frozenset[str], *, by_attribute: bool = True
+    module: ModuleType, state: threading.local, names: frozenset[str], users: frozenset[str], *, by_attribute: bool = True
 ) -> list[Edit]:
     """Edits that give every thread its own value of some globals of ``module``.
 
@@ -259,7 +230,7 @@ def isolate(
         raise ShapeError(f"{module.__name__}: {sorted(users - found.keys())} no longer use {sorted(names)}")
     _require_complete(module, names, found)
     if by_attribute:
-        edits.append(ModuleProperties(module.__name__, module, {name: state.property_of(name) for name in names}))
+        edits.append(ModuleProperties(module.__name__, module, {name: _property_of(state, name) for name in names}))
     edits.append(_Inherit(module, state, names))
     return edits
 
@@ -267,7 +238,7 @@ def isolate(
 class _Inherit:
     """The thread that installs goes on with the values it sees, for it may be inside a block that has set them."""
 
-    def __init__(self, module: ModuleType, state: ThreadGlobals, names: frozenset[str]) -> None:
+    def __init__(self, module: ModuleType, state: threading.local, names: frozenset[str]) -> None:
         self.target = f"{module.__name__}.{'/'.join(sorted(names))}"
         self._globals = vars(module)
         self._state = state

@@ -172,7 +172,7 @@ def _after_fork_in_child() -> None:
 
 def _places(lock: object) -> Iterator[tuple[ModuleType, str]]:
     """Every module global that is bound to the lock: ``from ... import compile_lock`` in some library of the user's."""
-    for module in list(sys.modules.values()):
+    for module in {id(module): module for module in list(sys.modules.values())}.values():
         names = getattr(module, "__dict__", None)
         if type(names) is dict and isinstance(module, ModuleType):
             for name in [name for name, value in names.copy().items() if value is lock]:

@@ -11,8 +11,7 @@ Upstream: pytorch#189665, pytorch#134775 (both still open in effect: the test wa
 Why this place is enough: all readers of the tracer import it inside the function that needs it, so the module's
 property serves them, and its only writer changes in place; the pre-dispatch stack is reached through one function. No
 lock is taken: with these, and with the patches of ``Tracer.trace``, node metadata and dispatch caches, a trace shares
-nothing with another thread's that ``make_fx`` itself changes. Autograd's threads see the values of the thread whose
-backward they run.
+nothing with another thread's that ``make_fx`` itself changes.
 
 This file can be deleted when the oldest supported torch keeps these per thread.
 """
@@ -24,6 +23,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from fxsafe.frames import run_as_is
 from fxsafe.patches.base import Patch, Plan, ShapeError
 from fxsafe.thread_globals import ThreadGlobals, isolate
 
@@ -39,9 +39,37 @@ _BEFORE_2_12: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+class _Tracing(ThreadGlobals):
+    """What ``make_fx`` keeps, per thread; while it traces, the thread runs autograd itself.
+
+    Otherwise a device's autograd thread, which has no trace of its own, would run the part of a traced backward that
+    asks for the trace. AOTAutograd does the same while it traces.
+    """
+
+    def __init__(self, initial: Mapping[str, Callable[[], Any]]) -> None:
+        super().__init__(initial)
+        self._tracer: Any = None
+        self._multithreading = True
+
+    @property
+    def _CURRENT_MAKE_FX_TRACER(self) -> Any:
+        return self._tracer
+
+    @_CURRENT_MAKE_FX_TRACER.setter
+    def _CURRENT_MAKE_FX_TRACER(self, tracer: Any) -> None:
+        import torch
+
+        if tracer is not None and self._tracer is None:
+            self._multithreading = torch._C._is_multithreading_enabled()
+            torch._C._set_multithreading_enabled(False)
+        elif tracer is None and self._tracer is not None:
+            torch._C._set_multithreading_enabled(self._multithreading)
+        self._tracer = tracer
+
+
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     proxy_tensor, ops = modules[PROXY_TENSOR], modules[OPS]
-    initial: dict[str, Callable[[], Any]] = {_TRACER: lambda: None}
+    initial: dict[str, Callable[[], Any]] = {}
     users = {"_set_make_fx_tracer"}
     for name, (make, user) in _BEFORE_2_12.items():
         value = vars(proxy_tensor).get(name)
@@ -51,10 +79,12 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     stack = type(vars(ops).get(_MODES))
     if stack.__module__ != OPS:
         raise ShapeError(f"{OPS}.{_MODES} is a {stack.__module__}.{stack.__qualname__}")
-    tracing, modes = ThreadGlobals(initial), ThreadGlobals({_MODES: stack})
+    tracer = vars(_Tracing)[_TRACER]
+    run_as_is(_Tracing.__init__, ThreadGlobals.__init__, tracer.fget, tracer.fset)
+    tracing, modes = _Tracing(initial), ThreadGlobals({_MODES: stack})
     return Plan(
         [
-            *isolate(proxy_tensor, tracing, frozenset(initial), frozenset(users)),
+            *isolate(proxy_tensor, tracing, frozenset({_TRACER, *initial}), frozenset(users)),
             # Nobody outside uses the stack by its name.
             *isolate(ops, modes, frozenset({_MODES}), frozenset({"mode_stack_state_for_pre_dispatch"}), by_attribute=False),
         ]

@@ -7,8 +7,8 @@ annotations, stack traces and provenance land on another thread's nodes, and ove
 Upstream: pytorch#184917 (open). Releases: 2.5 to 2.15.
 
 Why this place is enough: the globals are used in two ways only, by the functions of ``torch.fx.traceback``, whose
-bodies change in place, and as attributes of the module. Autograd's threads see the values of the thread whose backward
-they run, as they see the global. 2.13 binds the first ``current_meta`` by name in flex_attention, which gets a view of
+bodies change in place, and as attributes of the module. Nodes are created on autograd's threads only while ``make_fx``
+or AOTAutograd traces a backward, and both keep autograd in the calling thread then (the patch ``make-fx``). 2.13 binds the first ``current_meta`` by name in flex_attention, which gets a view of
 the calling thread's first one: as stale as before, and no staler.
 
 This file can be deleted when the oldest supported torch keeps these per thread.
@@ -38,10 +38,17 @@ _OTHERS: dict[str, Callable[[], Any]] = {
 _USERS = frozenset({"get_current_meta", "has_preserved_node_meta", "preserve_node_meta", "set_current_meta"})
 
 
+class _State(ThreadGlobals):
+    def __init__(self, others: Mapping[str, Callable[[], Any]]) -> None:
+        super().__init__(others)
+        self.current_meta: dict[str, Any] = {}
+        self.first_meta = self.current_meta
+
+
 class _FirstMeta:
     """What flex_attention calls ``current_meta``: the dictionary that the calling thread's one began with."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: _State) -> None:
         self._state = state
 
     def get(self, *arguments: Any) -> Any:
@@ -51,7 +58,7 @@ class _FirstMeta:
 class _Flex:
     """Puts the view where flex_attention has bound the dictionary; the installing thread keeps the one bound there."""
 
-    def __init__(self, flex: ModuleType, state: Any) -> None:
+    def __init__(self, flex: ModuleType, state: _State) -> None:
         view = _FirstMeta(state)
         run_as_is(_FirstMeta.get)
         self._swap = AttributeSwap(f"{FLEX}.{_META}", flex, _META, view)
@@ -73,7 +80,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     if type(here.get(_META)) is not dict or here.get("should_preserve_node_meta") not in (True, False):
         raise ShapeError(f"{TRACEBACK} no longer keeps a dictionary {_META} and a flag should_preserve_node_meta")
     others = {name: make for name, make in _OTHERS.items() if name in here}
-    state: Any = ThreadGlobals({"first_meta": dict, _META: lambda: state.first_meta, **others})
+    state = _State(others)
     edits = isolate(module, state, frozenset({_META, *others}), _USERS)
     if _META in vars(flex):
         if type(vars(flex)[_META]) is not dict:
