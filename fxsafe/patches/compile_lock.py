@@ -81,12 +81,11 @@ class CompileLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As ``RLock.acquire``; a wait without a time limit that becomes long is reported to the log."""
-        if not self._lock.acquire(False):
-            if not blocking or timeout >= 0:
-                if not self._lock.acquire(blocking, timeout):
-                    return False
-            else:
+        if blocking and timeout == -1:
+            if not self._lock.acquire(False):
                 self._wait()
+        elif not self._lock.acquire(blocking, timeout):
+            return False
         self._take()
         return True
 
