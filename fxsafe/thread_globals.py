@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import __future__
 import ast
+import contextlib
 import dis
 import inspect
 import re
@@ -180,10 +181,15 @@ def rewritten(where: str, function: FunctionType, change: ast.NodeTransformer, s
 class Inline:
     """While a function has another body, Dynamo inlines the one it had: compiled code stays as it was."""
 
-    def __init__(self, target: str, function: FunctionType) -> None:
+    def __init__(self, target: str, function: FunctionType, seen: Any = None) -> None:
+        """
+        Args:
+            seen: what Dynamo meets instead of the function, if that is a context manager made of it.
+        """
+        copy: Any = copy_function(function)
         self.target = f"{target}._torchdynamo_inline"
-        self._function: Any = function
-        self._original = copy_function(function)
+        self._function: Any = function if seen is None else seen
+        self._original = copy if seen is None else contextlib.contextmanager(copy)
 
     def apply(self) -> None:
         self._function._torchdynamo_inline = self._original
@@ -196,13 +202,20 @@ class Inline:
 
 
 def isolate(
-    module: ModuleType, state: threading.local, names: frozenset[str], users: frozenset[str], *, by_attribute: bool = True
+    module: ModuleType,
+    state: threading.local,
+    names: frozenset[str],
+    users: frozenset[str],
+    *,
+    known_to_dynamo: frozenset[str] = frozenset(),
+    by_attribute: bool = True,
 ) -> list[Edit]:
     """Edits that give every thread its own value of some globals of ``module``.
 
     Args:
         state: has an attribute for each of the names.
         users: functions of the module that are known to use one of these globals.
+        known_to_dynamo: functions for which Dynamo has rules of its own, by their identity; it does not inline them.
         by_attribute: whether other modules use the globals as well. The module object then gets a class of its own.
 
     Raises:
@@ -223,7 +236,10 @@ def isolate(
         if shadowed:
             raise ShapeError(f"{where} has local variables {sorted(shadowed)}")
         edits.append(CodeSwap(where, function, rewritten(where, function, _Rewrite(names), state)))
-        edits.append(Inline(where, function))
+        if function.__name__ not in known_to_dynamo:
+            seen = vars(module).get(function.__name__)
+            manager = inspect.isgeneratorfunction(function) and getattr(seen, "__wrapped__", None) is function
+            edits.append(Inline(where, function, seen if manager else None))
         lines, first = inspect.getsourcelines(function.__code__)
         found[function.__qualname__] = range(first, first + len(lines))
     if not users <= found.keys():

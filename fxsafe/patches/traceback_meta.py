@@ -81,7 +81,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
         raise ShapeError(f"{TRACEBACK} no longer keeps a dictionary {_META} and a flag should_preserve_node_meta")
     others = {name: make for name, make in _OTHERS.items() if name in here}
     state = _State(others)
-    edits = isolate(module, state, frozenset({_META, *others}), _USERS)
+    edits = isolate(module, state, frozenset({_META, *others}), _USERS, known_to_dynamo=frozenset({"annotate"}))
     if _META in vars(flex):
         if type(vars(flex)[_META]) is not dict:
             raise ShapeError(f"{FLEX}.{_META} is no dictionary")
