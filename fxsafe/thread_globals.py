@@ -252,19 +252,33 @@ def isolate(
 
 
 class _Inherit:
-    """The thread that installs goes on with the values it sees, for it may be inside a block that has set them."""
+    """The thread that installs goes on with the values it sees, for it may be inside a block that has set them.
+
+    A dictionary it gets as a copy. The module's own one is put aside meanwhile: what was left in it would come back
+    with it, and Dynamo, which reads module dictionaries, must find there what a thread begins with.
+    """
 
     def __init__(self, module: ModuleType, state: threading.local, names: frozenset[str]) -> None:
         self.target = f"{module.__name__}.{'/'.join(sorted(names))}"
         self._globals = vars(module)
         self._state = state
         self._names = names
+        self._aside: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {}
 
     def apply(self) -> None:
         for name in self._names:
-            setattr(self._state, name, self._globals[name])
+            value = self._globals[name]
+            if type(value) is dict:
+                self._aside[name] = value, {}
+                self._globals[name] = self._aside[name][1]
+                value = value.copy()
+            setattr(self._state, name, value)
 
     def undo(self) -> bool:
+        for name, (original, empty) in self._aside.items():
+            if self._globals[name] is empty:
+                self._globals[name] = original
+        self._aside.clear()
         return True
 
 

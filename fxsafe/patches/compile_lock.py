@@ -186,7 +186,9 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     except KeyError:
         raise ShapeError(f"{where} does not exist") from None
     if type(lock) is not _RLOCK:
-        raise ShapeError(f"{where} is a {type(lock).__module__}.{type(lock).__qualname__}, no re-entrant lock of Python's")
+        raise ShapeError(
+            f"{where} is a {type(lock).__module__}.{type(lock).__qualname__}, no re-entrant lock of Python's"
+        )
     import torch
 
     for name in ("_is_multithreading_enabled", "_set_multithreading_enabled"):

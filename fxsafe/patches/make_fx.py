@@ -86,7 +86,9 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
         [
             *isolate(proxy_tensor, tracing, frozenset({_TRACER, *initial}), frozenset(users)),
             # Nobody outside uses the stack by its name.
-            *isolate(ops, modes, frozenset({_MODES}), frozenset({"mode_stack_state_for_pre_dispatch"}), by_attribute=False),
+            *isolate(
+                ops, modes, frozenset({_MODES}), frozenset({"mode_stack_state_for_pre_dispatch"}), by_attribute=False
+            ),
         ]
     )
 

@@ -56,18 +56,19 @@ class _FirstMeta:
 
 
 class _Flex:
-    """Puts the view where flex_attention has bound the dictionary; the installing thread keeps the one bound there."""
+    """Puts the view where flex_attention has bound the dictionary; the installing thread keeps a stale one."""
 
-    def __init__(self, flex: ModuleType, state: _State) -> None:
+    def __init__(self, flex: ModuleType, state: _State, *, stale: bool) -> None:
         view = _FirstMeta(state)
         run_as_is(_FirstMeta.get)
         self._swap = AttributeSwap(f"{FLEX}.{_META}", flex, _META, view)
         self.target = self._swap.target
         self._flex = flex
         self._state = state
+        self._stale = stale
 
     def apply(self) -> None:
-        self._state.first_meta = vars(self._flex)[_META]
+        self._state.first_meta = vars(self._flex)[_META] if self._stale else self._state.current_meta
         self._swap.apply()
 
     def undo(self) -> bool:
@@ -85,7 +86,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     if _META in vars(flex):
         if type(vars(flex)[_META]) is not dict:
             raise ShapeError(f"{FLEX}.{_META} is no dictionary")
-        edits.append(_Flex(flex, state))
+        edits.append(_Flex(flex, state, stale=vars(flex)[_META] is not here[_META]))
     return Plan(edits)
 
 
