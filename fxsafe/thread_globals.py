@@ -11,8 +11,8 @@ with something in it while the interpreter shuts down aborts the process (seen o
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import contextlib
 import dis
@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, Edit, ModuleProperties, copy_function
-from fxsafe.frames import run_as_is
 from fxsafe.patches.base import ShapeError
 
 __all__ = ["Inline", "ThreadGlobals", "isolate", "rewritten"]
@@ -54,7 +54,7 @@ def _property_of(state: object, name: str) -> property:
     def write(module: Any, value: Any) -> None:
         setattr(state, name, value)
 
-    run_as_is(read, write)
+    frame_hider()(read, write)
     return property(read, write)
 
 
@@ -293,6 +293,6 @@ def _require_complete(module: ModuleType, names: frozenset[str], found: Mapping[
     except OSError as error:
         raise ShapeError(f"the source of {module.__name__} cannot be read ({error})") from None
     for number, line in enumerate(lines, 1):
-        if line.lstrip().startswith("global ") and names.intersection(re.findall(r"\w+", line)):
-            if not any(number in span for span in found.values()):
-                raise ShapeError(f"{module.__name__}, line {number}: {line.strip()!r} is in no known function")
+        writes = line.lstrip().startswith("global ") and names.intersection(re.findall(r"\w+", line))
+        if writes and not any(number in span for span in found.values()):
+            raise ShapeError(f"{module.__name__}, line {number}: {line.strip()!r} is in no known function")

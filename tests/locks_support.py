@@ -39,7 +39,8 @@ def applied(*names: str) -> Iterator[None]:
         yield
     finally:
         for plan in reversed(applied_plans):
-            assert all([edit.undo() for edit in reversed(plan.edits)])
+            undone = [edit.undo() for edit in reversed(plan.edits)]
+            assert all(undone)
 
 
 def run(program: str, *names: str) -> subprocess.CompletedProcess[str]:

@@ -71,7 +71,8 @@ FORK = """
     held, done = threading.Event(), threading.Event()
     def backend(gm, inputs):
         held.set(); done.wait(); return gm.forward
-    thread = threading.Thread(target=lambda: torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)), daemon=True)
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    thread = threading.Thread(target=compiled, args=(torch.ones(2),), daemon=True)
     thread.start(); held.wait()
     child = os.fork()
     if child == 0:

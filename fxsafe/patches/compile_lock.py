@@ -29,8 +29,8 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType, TracebackType
 from typing import Any
 
+from fxsafe.dynamo import frame_hider
 from fxsafe.edits import AttributeSwap, Edit
-from fxsafe.frames import run_as_is
 from fxsafe.patches.base import Patch, Plan, ShapeError
 
 __all__ = ["PATCH", "CompileLock"]
@@ -69,7 +69,7 @@ class CompileLock:
         self.taken = 0
         self.waited = 0
         # A frame of ours under Dynamo's callback must run as it is; torch's own lock has no frame at all.
-        run_as_is(
+        frame_hider()(
             CompileLock.acquire,
             CompileLock.release,
             CompileLock.__enter__,

@@ -20,6 +20,7 @@ from types import ModuleType
 
 from fxsafe.edits import CodeSwap, Edit
 from fxsafe.patches.base import Patch, Plan, ShapeError
+from fxsafe.shapes import own_function
 from fxsafe.thread_globals import Inline, rewritten
 
 __all__ = ["PATCH"]
@@ -54,11 +55,9 @@ class _Statement(ast.NodeTransformer):
         return super().generic_visit(node)
 
 
-def _edits(module: ModuleType, owner: object, name: str, old: set[str], new: str) -> list[Edit]:
-    function = vars(owner).get(name)
-    where = f"{OPS}.{getattr(function, '__qualname__', name)}"
-    if not hasattr(function, "__code__"):
-        raise ShapeError(f"{where} is no function")
+def _edits(owner: ModuleType | type, name: str, old: set[str], new: str) -> list[Edit]:
+    function = own_function(owner, name)
+    where = f"{OPS}.{function.__qualname__}"
     change = _Statement(old, new)
     code = rewritten(where, function, change)
     if change.count != 1:
@@ -70,8 +69,8 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     module = modules[OPS]
     return Plan(
         [
-            *_edits(module, module.OpOverload, "_get_dispatch", _MISSES, _TAKE_IT),
-            *_edits(module, module, "get_cached_ops", {_LIVE_SET}, _COPY),
+            *_edits(module.OpOverload, "_get_dispatch", _MISSES, _TAKE_IT),
+            *_edits(module, "get_cached_ops", {_LIVE_SET}, _COPY),
         ]
     )
 

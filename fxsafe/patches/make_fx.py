@@ -1,17 +1,17 @@
 """F4, first half: what ``make_fx`` keeps about the trace in progress belongs to the thread that traces.
 
 The race: ``proxy_tensor._CURRENT_MAKE_FX_TRACER`` is a module global that ``make_fx`` sets and that the higher-order
-operators (``cond``, ``map``, ``while_loop``, flex_attention, eager and in the backward) ask for their parent trace. They
-find another thread's, or none ("parent_tracer.fx_tracer should not be None"). The same holds for the stack of
+operators (``cond``, ``map``, ``while_loop``, flex_attention; eager, and in the backward) ask for their parent trace.
+They find another thread's, or none ("parent_tracer.fx_tracer should not be None"). The same holds for the stack of
 pre-dispatch modes ("Trying to pop empty mode stack") and, before 2.12, for the decomposition table and the operator
 that is being decomposed.
 
-Upstream: pytorch#189665, pytorch#134775 (both still open in effect: the test was made serial). Releases: 2.5 to 2.15.
+Upstream: pytorch#189665 (its flaky test was made serial), pytorch#134775. Releases: 2.5 to 2.15.
 
 Why this place is enough: all readers of the tracer import it inside the function that needs it, so the module's
 property serves them, and its only writer changes in place; the pre-dispatch stack is reached through one function. No
-lock is taken: with these, and with the patches of ``Tracer.trace``, node metadata and dispatch caches, a trace shares
-nothing with another thread's that ``make_fx`` itself changes.
+lock is taken: together with the patches of ``Tracer.trace``, of node metadata and of the dispatch caches, a trace
+shares nothing with another thread's that ``make_fx`` itself changes.
 
 This file can be deleted when the oldest supported torch keeps these per thread.
 """
@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any
 
-from fxsafe.frames import run_as_is
+from fxsafe.dynamo import frame_hider
 from fxsafe.patches.base import Patch, Plan, ShapeError
 from fxsafe.thread_globals import ThreadGlobals, isolate
 
@@ -35,7 +35,7 @@ _TRACER = "_CURRENT_MAKE_FX_TRACER"
 _MODES = "_mode_stack_state_for_pre_dispatch"
 _BEFORE_2_12: dict[str, tuple[Callable[[], Any], str]] = {
     "CURRENT_DECOMPOSITION_TABLE": (dict, "decompose"),
-    "ORIGINAL_ATEN": (lambda: None, "set_original_aten_op"),
+    "ORIGINAL_ATEN": (NoneType, "set_original_aten_op"),
 }
 
 
@@ -80,7 +80,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     if stack.__module__ != OPS:
         raise ShapeError(f"{OPS}.{_MODES} is a {stack.__module__}.{stack.__qualname__}")
     tracer = vars(_Tracing)[_TRACER]
-    run_as_is(_Tracing.__init__, ThreadGlobals.__init__, tracer.fget, tracer.fset)
+    frame_hider()(_Tracing.__init__, ThreadGlobals.__init__, tracer.fget, tracer.fset)
     tracing, modes = _Tracing(initial), ThreadGlobals({_MODES: stack})
     return Plan(
         [

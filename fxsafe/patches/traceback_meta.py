@@ -8,8 +8,9 @@ Upstream: pytorch#184917 (open). Releases: 2.5 to 2.15.
 
 Why this place is enough: the globals are used in two ways only, by the functions of ``torch.fx.traceback``, whose
 bodies change in place, and as attributes of the module. Nodes are created on autograd's threads only while ``make_fx``
-or AOTAutograd traces a backward, and both keep autograd in the calling thread then (the patch ``make-fx``). 2.13 binds the first ``current_meta`` by name in flex_attention, which gets a view of
-the calling thread's first one: as stale as before, and no staler.
+or AOTAutograd traces a backward, and both keep autograd in the calling thread then (the patch ``make-fx``). Since 2.13
+flex_attention binds the first ``current_meta`` by name; it gets a view of the calling thread's first one, as stale as
+the bound one and no staler.
 
 This file can be deleted when the oldest supported torch keeps these per thread.
 """
@@ -17,11 +18,11 @@ This file can be deleted when the oldest supported torch keeps these per thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any
 
+from fxsafe.dynamo import frame_hider
 from fxsafe.edits import AttributeSwap
-from fxsafe.frames import run_as_is
 from fxsafe.patches.base import Patch, Plan, ShapeError
 from fxsafe.thread_globals import ThreadGlobals, isolate
 
@@ -33,7 +34,7 @@ _META = "current_meta"
 _OTHERS: dict[str, Callable[[], Any]] = {
     "should_preserve_node_meta": bool,
     "_should_preserve_node_meta": bool,  # since 2.11
-    "current_replay_node": lambda: None,  # since 2.10
+    "current_replay_node": NoneType,  # since 2.10
 }
 _USERS = frozenset({"get_current_meta", "has_preserved_node_meta", "preserve_node_meta", "set_current_meta"})
 
@@ -60,7 +61,6 @@ class _Flex:
 
     def __init__(self, flex: ModuleType, state: _State, *, stale: bool) -> None:
         view = _FirstMeta(state)
-        run_as_is(_FirstMeta.get)
         self._swap = AttributeSwap(f"{FLEX}.{_META}", flex, _META, view)
         self.target = self._swap.target
         self._flex = flex
@@ -81,6 +81,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     if type(here.get(_META)) is not dict or here.get("should_preserve_node_meta") not in (True, False):
         raise ShapeError(f"{TRACEBACK} no longer keeps a dictionary {_META} and a flag should_preserve_node_meta")
     others = {name: make for name, make in _OTHERS.items() if name in here}
+    frame_hider()(ThreadGlobals.__init__, _State.__init__, _FirstMeta.get)
     state = _State(others)
     edits = isolate(module, state, frozenset({_META, *others}), _USERS, known_to_dynamo=frozenset({"annotate"}))
     if _META in vars(flex):
