@@ -79,7 +79,8 @@ PATCH = Patch(
     name="dispatch-cache",
     summary="threads may fill the dispatch cache of one operator at the same moment",
     upstream=("https://github.com/pytorch/pytorch/issues/168042",),
-    modules=(OPS,),
+    # torch itself, so as to wait for the end of its import: the others come in the middle of it.
+    modules=("torch", OPS),
     plan=_plan,
     faults=("dispatch-cache",),
     quiet=False,

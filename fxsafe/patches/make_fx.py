@@ -3,8 +3,8 @@
 The race: ``proxy_tensor._CURRENT_MAKE_FX_TRACER`` is a module global that ``make_fx`` sets and that the higher-order
 operators (``cond``, ``map``, ``while_loop``, flex_attention; eager, and in the backward) ask for their parent trace.
 They find another thread's, or none ("parent_tracer.fx_tracer should not be None"). The same holds for the stack of
-pre-dispatch modes ("Trying to pop empty mode stack") and, before 2.12, for the decomposition table and the operator
-that is being decomposed.
+pre-dispatch modes ("Trying to pop empty mode stack") and, where they are globals still, for the decomposition table
+(to 2.12) and the operator that is being decomposed (to 2.11).
 
 Upstream: pytorch#189665 (its flaky test was made serial), pytorch#134775. Releases: 2.5 to 2.15.
 
@@ -33,7 +33,7 @@ PROXY_TENSOR = "torch.fx.experimental.proxy_tensor"
 OPS = "torch._ops"
 _TRACER = "_CURRENT_MAKE_FX_TRACER"
 _MODES = "_mode_stack_state_for_pre_dispatch"
-_BEFORE_2_12: dict[str, tuple[Callable[[], Any], str]] = {
+_ONCE_GLOBAL: dict[str, tuple[Callable[[], Any], str]] = {
     "CURRENT_DECOMPOSITION_TABLE": (dict, "decompose"),
     "ORIGINAL_ATEN": (NoneType, "set_original_aten_op"),
 }
@@ -71,7 +71,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     proxy_tensor, ops = modules[PROXY_TENSOR], modules[OPS]
     initial: dict[str, Callable[[], Any]] = {}
     users = {"_set_make_fx_tracer"}
-    for name, (make, user) in _BEFORE_2_12.items():
+    for name, (make, user) in _ONCE_GLOBAL.items():
         value = vars(proxy_tensor).get(name)
         if name in vars(proxy_tensor) and not isinstance(value, contextvars.ContextVar):
             initial[name] = make
@@ -97,7 +97,8 @@ PATCH = Patch(
     name="make-fx",
     summary="make_fx and eager higher-order operators find their own thread's trace",
     upstream=("https://github.com/pytorch/pytorch/issues/189665", "https://github.com/pytorch/pytorch/pull/134775"),
-    modules=(PROXY_TENSOR, OPS),
+    # torch itself, so as to wait for the end of its import: the others come in the middle of it.
+    modules=("torch", PROXY_TENSOR, OPS),
     plan=_plan,
     faults=("make-fx-tracer", "pre-dispatch-modes"),
 )

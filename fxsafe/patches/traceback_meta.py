@@ -95,7 +95,8 @@ PATCH = Patch(
     name="traceback-meta",
     summary="annotations, stack traces and provenance go to the nodes of the thread that set them",
     upstream=("https://github.com/pytorch/pytorch/pull/184917",),
-    modules=(TRACEBACK, FLEX),
+    # torch itself, so as to wait for the end of its import: the others come in the middle of it.
+    modules=("torch", TRACEBACK, FLEX),
     plan=_plan,
     faults=("node-metadata",),
 )
