@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -373,3 +374,68 @@ def test_a_function_that_somebody_rewrote_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch._ops.OpOverload._get_dispatch, "__code__", theirs)
     with pytest.raises(ShapeError, match="_get_dispatch"):
         plan_of("dispatch-cache")
+
+
+TOGETHER = """
+    import collections, sys, torch._dynamo
+    import torch.fx.traceback as tb
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch._higher_order_ops.map import map as hop_map
+    from torch._higher_order_ops import while_loop
+    sys.setswitchinterval(1e-5)
+    x, w = torch.randn(2, 4), torch.randn(4, 4)
+    def net(x, w):
+        return torch.relu(x @ w).sin().sum(0)
+    def with_grad(x, w):
+        w = w.detach().requires_grad_()
+        return torch.autograd.grad((x @ w).tanh().sum(), w)
+    def gradients(function):
+        def step():
+            a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+            function(a, b).sum().backward()
+            return a.grad.tolist(), b.grad.tolist()
+        return step
+    def annotated():
+        with tb.preserve_node_meta():
+            tb.set_stack_trace(["mine"])
+            tb.current_meta["custom"] = "mine"
+            gm = make_fx(net)(x, w)
+        return [(node.name, node.meta.get("custom")) for node in gm.graph.nodes]
+    def compiled():
+        function = torch.compile(lambda a, b: net(a, b).sum(), backend="aot_eager")
+        a = x.clone().requires_grad_()
+        function(a, w).backward()
+        return a.grad.tolist()
+    jobs = {
+        f"make_fx {f.__name__} {mode} {pre}": lambda f=f, mode=mode, pre=pre:
+            make_fx(f, tracing_mode=mode, pre_dispatch=pre)(x, w).code
+        for f in (net, with_grad) for mode in ("real", "fake", "symbolic") for pre in (False, True)
+    }
+    jobs["cond"] = gradients(lambda a, b: torch.cond(a.sum() > 0, lambda a: a.sin() @ b, lambda a: a.cos() @ b, (a,)))
+    jobs["map"] = gradients(lambda a, b: hop_map(lambda row, b: (row * 2) @ b, a, b))
+    jobs["while_loop"] = lambda: while_loop(
+        lambda i, a: i < 3, lambda i, a: (i + 1, a.sin()), (torch.tensor(0), x))[1].tolist()
+    jobs["annotated"], jobs["compiled"] = annotated, compiled
+    jobs["symbolic_trace"] = lambda: torch.fx.symbolic_trace(net).code
+    results, barrier = [], threading.Barrier(4)
+    def work(first):
+        barrier.wait()
+        names = list(jobs)
+        for name in (names[first:] + names[:first]) * 2:
+            try:
+                results.append((name, jobs[name]()))
+            except BaseException as error:
+                results.append((name, error))
+    threads = [threading.Thread(target=work, args=(4 * i,)) for i in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    alone = {name: job() for name, job in jobs.items()}
+    wrong = [(name, result) for name, result in results if isinstance(result, BaseException) or result != alone[name]]
+    assert not wrong, wrong[:3]
+    assert len(results) == 4 * 2 * len(jobs)
+"""
+
+
+@pytest.mark.skipif(find_spec("fxsafe.patches.module_hooks") is None, reason="needs the patch module-hooks")
+def test_everything_traced_from_cold_in_four_threads_is_as_when_traced_alone() -> None:
+    passes(TOGETHER, "tracing-flag", "module-hooks", *OURS, "compile-lock")
