@@ -39,12 +39,13 @@ class _Statement(ast.NodeTransformer):
     """Replaces the one statement that reads as one of ``old``."""
 
     def __init__(self, old: set[str], new: str) -> None:
-        self._old = old
+        # Dumps, since how a tree is written out as text differs between releases of Python.
+        self._old = {ast.dump(ast.parse(text).body[0]) for text in old}
         self._new = new
         self.count = 0
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.stmt) and ast.unparse(node) in self._old:
+        if isinstance(node, ast.stmt) and ast.dump(node) in self._old:
             self.count += 1
             statements = ast.parse(self._new).body
             for statement in statements:
