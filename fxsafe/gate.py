@@ -6,6 +6,7 @@ source build counts as the release it leads to; there the shapes decide, since u
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -35,6 +36,7 @@ class Verdict:
     doubt: bool = False
 
 
+@functools.lru_cache(maxsize=8)
 def release_doubt(torch_version: str) -> tuple[str, str] | None:
     """What is wrong with this release of torch, if anything.
 

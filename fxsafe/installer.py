@@ -258,6 +258,7 @@ def _join(request: _Request) -> None:
 def _verdicts(request: _Request, patches: Iterable[Patch]) -> dict[str, Verdict]:
     """What the gate says of each patch; warns or raises for doubts. Changes nothing."""
     verdicts = {}
+    trouble = _register_trouble()
     for patch in patches:
         modules: dict[str, ModuleType | None] = {name: imports.ready(name) for name in patch.modules}
         missing = [name for name, module in modules.items() if module is None]
@@ -267,7 +268,7 @@ def _verdicts(request: _Request, patches: Iterable[Patch]) -> dict[str, Verdict]
             verdict = Verdict("waiting", f"waits for the import of {', '.join(missing)}")
         else:
             verdict = ask(patch, modules, str(_torch_version()))  # type: ignore[arg-type]
-            if verdict.plan is not None and (trouble := _register_trouble()):
+            if verdict.plan is not None and trouble is not None:
                 verdict = Verdict("unsupported", trouble, doubt=True)
         verdicts[patch.name] = verdict
     doubts: dict[str, list[str]] = {}

@@ -16,6 +16,7 @@ import __future__
 import ast
 import contextlib
 import dis
+import functools
 import inspect
 import re
 import threading
@@ -84,8 +85,17 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
                     yield function
 
 
-def _globals_named(code: CodeType) -> set[str]:
-    return {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith("_GLOBAL")}
+def _uses_global(code: CodeType, names: frozenset[str]) -> bool:
+    if names.isdisjoint(code.co_names):  # attributes are among these too, so this only sorts out the most
+        return False
+    return any(i.opname.endswith("_GLOBAL") and i.argval in names for i in dis.get_instructions(code))
+
+
+# A module is asked for a few of its functions, each several times, and finding the end of one is slow.
+@functools.lru_cache(maxsize=64)
+def _source_of(code: CodeType) -> tuple[tuple[str, ...], int]:
+    lines, first = inspect.getsourcelines(code)
+    return tuple(lines), first
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -113,16 +123,15 @@ class _Rewrite(ast.NodeTransformer):
 def _compile(function: FunctionType, change: ast.NodeTransformer | None) -> CodeType:
     """The code of a function, compiled again from its source, with the lines and the file that it has."""
     code = function.__code__
-    lines, first = inspect.getsourcelines(code)
+    lines, first = _source_of(code)
     indented = lines[0][:1].isspace()
     source = "".join(lines)
     if indented:  # in a class of its own name, for the names that Python mangles
         owner = function.__qualname__.split(".")[-2]
         source = f"class {owner}:\n{source}"
-    tree: ast.AST = ast.parse(source)
+    tree: ast.AST = ast.parse("\n" * (first - 1 - indented) + source)
     if change is not None:
-        tree = ast.fix_missing_locations(change.visit(tree))
-    ast.increment_lineno(tree, first - 1 - indented)
+        tree = change.visit(tree)
     flags = code.co_flags & _FUTURE
     whole = compile(tree, code.co_filename, "exec", flags=flags, dont_inherit=True)  # type: ignore[call-overload]
     for candidate in _nested(whole):
@@ -144,13 +153,19 @@ def _bound(code: CodeType, state: object) -> CodeType:
 
 
 def _gist(code: CodeType) -> tuple[object, ...]:
-    """What identifies a body. Not its instructions: how a method is called depends on the imports around it."""
+    """What identifies a body, whether or not its globals are ``_Rewrite``-n: an attribute's name stands where the
+    global's did. Not its instructions: how a method is called depends on the imports around it.
+    """
     return (
         code.co_names,
         code.co_varnames,
         code.co_freevars,
         code.co_cellvars,
-        tuple(_gist(const) if isinstance(const, CodeType) else repr(const) for const in code.co_consts),
+        tuple(
+            _gist(const) if isinstance(const, CodeType) else repr(const)
+            for const in code.co_consts
+            if not (isinstance(const, str) and const == _PLACEHOLDER)
+        ),
     )
 
 
@@ -165,12 +180,14 @@ def rewritten(where: str, function: FunctionType, change: ast.NodeTransformer, s
         ShapeError: there is no source, or it is not the source of the body that the function has now.
     """
     try:
-        plain = _compile(function, None)
+        changed = _compile(function, change)
+        # A change of names alone shows in the result whether the source was that of the body.
+        plain = changed if isinstance(change, _Rewrite) else _compile(function, None)
     except (OSError, SyntaxError, IndexError) as error:
         raise ShapeError(f"the source of {where} cannot be read ({error})") from None
     if _gist(plain) != _gist(function.__code__):
         raise ShapeError(f"{where} does not have the body that its source says")
-    code = _bound(_compile(function, change), state)
+    code = _bound(changed, state)
     if hasattr(code, "co_qualname"):  # Python 3.11
         code = code.replace(co_qualname=function.__code__.co_qualname)
     if code.co_freevars != function.__code__.co_freevars:
@@ -229,7 +246,7 @@ def isolate(
     found: dict[str, range] = {}
     for function in _functions(module):
         codes = list(_nested(function.__code__))
-        if not any(names & _globals_named(code) for code in codes):
+        if not any(_uses_global(code, names) for code in codes):
             continue
         where = f"{module.__name__}.{function.__qualname__}"
         shadowed = names & {name for c in codes for name in (*c.co_varnames, *c.co_cellvars, *c.co_freevars)}
@@ -240,7 +257,7 @@ def isolate(
             seen = vars(module).get(function.__name__)
             manager = inspect.isgeneratorfunction(function) and getattr(seen, "__wrapped__", None) is function
             edits.append(Inline(where, function, seen if manager else None))
-        lines, first = inspect.getsourcelines(function.__code__)
+        lines, first = _source_of(function.__code__)
         found[function.__qualname__] = range(first, first + len(lines))
     if not users <= found.keys():
         raise ShapeError(f"{module.__name__}: {sorted(users - found.keys())} no longer use {sorted(names)}")

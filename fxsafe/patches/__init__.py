@@ -1,6 +1,16 @@
 """The catalogue of patches, one module each, in the order in which they are applied."""
 
-from fxsafe.patches import checkpoint_flag, guard_override, tracing_flag
+from fxsafe.patches import (
+    checkpoint_flag,
+    compile_lock,
+    dispatch_cache,
+    dynamo_hooks,
+    guard_override,
+    make_fx,
+    module_hooks,
+    traceback_meta,
+    tracing_flag,
+)
 from fxsafe.patches.base import Patch
 
 __all__ = ["CATALOGUE", "FIXES"]
@@ -11,4 +21,10 @@ CATALOGUE: tuple[Patch, ...] = (
     tracing_flag.PATCH,
     checkpoint_flag.PATCH,
     guard_override.PATCH,
+    module_hooks.PATCH,
+    dynamo_hooks.PATCH,
+    traceback_meta.PATCH,
+    make_fx.PATCH,
+    dispatch_cache.PATCH,
+    compile_lock.PATCH,
 )
