@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-PROGRAM = '''
+PROGRAM = """
 import sys, threading, torch, torch.fx
 if len(sys.argv) > 1:
     import fxsafe
@@ -36,7 +36,7 @@ except RuntimeError as error:
 finally:
     let_out.set()
     tracing.join()
-'''
+"""
 
 
 def main() -> int:

@@ -37,3 +37,14 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def _load_beside_torch() -> None:
+    # torch has paid for most of what the installer imports; the rest is better paid here than inside install().
+    import sys
+
+    if "torch" in sys.modules:
+        import fxsafe.installer  # noqa: F401
+
+
+_load_beside_torch()

@@ -197,6 +197,16 @@ def _import_by_name(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+class _SeenAsModuleType(type):
+    """Dynamo up to 2.12 takes for a module what has ``type(value) in (ModuleType, ...)``; so must ours be taken."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is ModuleType
+
+    def __hash__(cls) -> int:
+        return hash(ModuleType)
+
+
 class ModuleProperties:
     """Sends reads and writes of module attributes through properties.
 
@@ -214,7 +224,7 @@ class ModuleProperties:
             "__reduce__": lambda self: (_import_by_name, (self.__name__,)),
             "__module__": __name__,
         }
-        self._class = type(self._original.__name__, (self._original,), namespace | dict(properties))
+        self._class: Any = _SeenAsModuleType(self._original.__name__, (self._original,), namespace | dict(properties))
 
     def apply(self) -> None:
         self._module.__class__ = self._class

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
 
@@ -19,8 +19,7 @@ OLDEST = (2, 5)
 NEWEST = (2, 15)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the gate says of one patch.
 
     Attributes:

@@ -11,9 +11,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from types import ModuleType, TracebackType
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from fxsafe import imports, traces
 from fxsafe.edits import Edit
@@ -67,8 +66,7 @@ class PatchInfo(TypedDict):
     counters: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     fix: str
     patches: tuple[str, ...] | None  # None: all that go with the fix
     strict: bool
@@ -78,11 +76,10 @@ class _Request:
         return patch.name not in self.disabled
 
 
-@dataclass(slots=True)
-class _Applied:
+class _Applied(NamedTuple):
     patch: Patch
     plan: Plan
-    edits: list[Edit] = field(default_factory=list)  # those that may have been applied
+    edits: list[Edit]  # those that may have been applied
 
 
 class _State:
@@ -347,7 +344,7 @@ def _carry_out(verdicts: dict[str, Verdict]) -> None:
 
 def _apply_edits(chosen: list[tuple[Patch, Plan]], done: list[_Applied]) -> None:
     for patch, plan in chosen:
-        done.append(_Applied(patch, plan))
+        done.append(_Applied(patch, plan, []))
         for edit in plan.edits:
             # Before, so that Ctrl-C in between cannot lose it; undoing what was not applied is harmless.
             done[-1].edits.append(edit)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dis
 import functools
-from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Shape", "ShapeError", "own_function", "require", "shape_of"]
 
@@ -22,8 +21,7 @@ class ShapeError(Exception):
     """A target does not look like any version of it that the patch knows; the message says which and how."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """Names only, the same on every Python: parameters in order, globals read, globals written."""
 
     parameters: tuple[str, ...]

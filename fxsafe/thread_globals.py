@@ -16,8 +16,8 @@ import __future__
 import ast
 import contextlib
 import dis
-import functools
 import inspect
+import linecache
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +31,7 @@ from fxsafe.patches.base import ShapeError
 __all__ = ["Inline", "ThreadGlobals", "isolate", "rewritten"]
 
 _PLACEHOLDER = "<fxsafe state>"
+_CLOSING_LINES = 20
 _FUTURE = 0
 for _feature in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _feature).compiler_flag
@@ -91,13 +92,6 @@ def _uses_global(code: CodeType, names: frozenset[str]) -> bool:
     return any(i.opname.endswith("_GLOBAL") and i.argval in names for i in dis.get_instructions(code))
 
 
-# A module is asked for a few of its functions, each several times, and finding the end of one is slow.
-@functools.lru_cache(maxsize=64)
-def _source_of(code: CodeType) -> tuple[tuple[str, ...], int]:
-    lines, first = inspect.getsourcelines(code)
-    return tuple(lines), first
-
-
 def _nested(code: CodeType) -> Iterator[CodeType]:
     yield code
     for const in code.co_consts:
@@ -120,16 +114,42 @@ class _Rewrite(ast.NodeTransformer):
         return ast.copy_location(ast.Global(kept) if kept else ast.Pass(), node)
 
 
+def _lines_of(code: CodeType) -> range:
+    """The lines from the first decorator to the last one that an instruction comes from."""
+    last = max(line for part in _nested(code) for _, _, line in part.co_lines() if line is not None)
+    return range(code.co_firstlineno, last + 1)
+
+
+def _parse(function: FunctionType) -> ast.AST:
+    """The syntax tree of a function on its lines of its file; much faster than ``inspect`` finds the end of a block.
+
+    Raises:
+        OSError: there is no source.
+        SyntaxError: what is there is not the source of a function.
+    """
+    code = function.__code__
+    lines = linecache.getlines(code.co_filename, function.__globals__)
+    span = _lines_of(code)
+    if len(lines) < span[-1]:
+        raise OSError(f"{code.co_filename} has no line {span[-1]}")
+    indented = lines[span[0] - 1][:1].isspace()
+    # A method goes into a class of its own class's name, for the names that Python mangles.
+    head = f"class {function.__qualname__.split('.')[-2]}:\n" if indented else ""
+    above = "\n" * (span[0] - 1 - indented) + head
+    for end in range(span[-1], len(lines) + 1):
+        try:
+            return ast.parse(above + "".join(lines[span[0] - 1 : end]))
+        except SyntaxError:
+            # The last statement may go on: closing brackets have no instruction.
+            if end == len(lines) or end == span[-1] + _CLOSING_LINES:
+                raise
+    raise AssertionError("unreachable")
+
+
 def _compile(function: FunctionType, change: ast.NodeTransformer | None) -> CodeType:
     """The code of a function, compiled again from its source, with the lines and the file that it has."""
     code = function.__code__
-    lines, first = _source_of(code)
-    indented = lines[0][:1].isspace()
-    source = "".join(lines)
-    if indented:  # in a class of its own name, for the names that Python mangles
-        owner = function.__qualname__.split(".")[-2]
-        source = f"class {owner}:\n{source}"
-    tree: ast.AST = ast.parse("\n" * (first - 1 - indented) + source)
+    tree = _parse(function)
     if change is not None:
         tree = change.visit(tree)
     flags = code.co_flags & _FUTURE
@@ -257,8 +277,7 @@ def isolate(
             seen = vars(module).get(function.__name__)
             manager = inspect.isgeneratorfunction(function) and getattr(seen, "__wrapped__", None) is function
             edits.append(Inline(where, function, seen if manager else None))
-        lines, first = _source_of(function.__code__)
-        found[function.__qualname__] = range(first, first + len(lines))
+        found[function.__qualname__] = _lines_of(function.__code__)
     if not users <= found.keys():
         raise ShapeError(f"{module.__name__}: {sorted(users - found.keys())} no longer use {sorted(names)}")
     _require_complete(module, names, found)
@@ -305,11 +324,9 @@ def _require_complete(module: ModuleType, names: frozenset[str], found: Mapping[
     Raises:
         ShapeError: one is elsewhere, and would go on writing the process-wide value.
     """
-    try:
-        lines, _ = inspect.getsourcelines(module)
-    except OSError as error:
-        raise ShapeError(f"the source of {module.__name__} cannot be read ({error})") from None
-    for number, line in enumerate(lines, 1):
-        writes = line.lstrip().startswith("global ") and names.intersection(re.findall(r"\w+", line))
+    for number, line in enumerate(linecache.getlines(str(module.__file__)), 1):
+        writes = (
+            "global " in line and line.lstrip().startswith("global ") and names.intersection(re.findall(r"\w+", line))
+        )
         if writes and not any(number in span for span in found.values()):
             raise ShapeError(f"{module.__name__}, line {number}: {line.strip()!r} is in no known function")

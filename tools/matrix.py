@@ -24,8 +24,8 @@ RELEASES = ("2.5.1", "2.6.0", "2.8.0", "2.9.1", "2.11.0", "2.13.0", "2.14.1", "2
 FIXES = ("thread-local", "always-false")
 HEAD = """# The release matrix
 
-Written by `make matrix`: the test suite and `fxsafe doctor` on real releases, one at a time, in throw-away environments.
-A fault is `fails` where plain torch shows it, `-` where it does not; behind the arrow, what the same program does with
+Written by `make matrix`: the test suite and `fxsafe doctor` on real releases, one at a time, in throw-away
+environments. A fault is `fails` where plain torch shows it, `-` where it does not; behind the arrow, what the same program does with
 fxsafe. `can't try`: it needs what that machine lacks. `advice` marks faults that no patch claims.
 """
 
@@ -71,18 +71,18 @@ def cell(fault: dict[str, str] | None) -> str:
 
 
 def write(rows: dict[str, dict[str, object]]) -> None:
-    parts = [HEAD, "\n## The suite\n", "| torch | Python | passed | failed | skipped | seconds |", "|---|---|---|---|---|---|"]
+    parts = [HEAD, "\n## The suite\n", "| torch | Python | passed | failed | skipped | seconds |", "|---|" + "---|" * 5]
     for release in sorted(rows, key=lambda r: [int(n) for n in r.split(".")]):
         tests = rows[release]["tests"]
         assert isinstance(tests, dict)
         failed = tests.get("failed", 0) + tests.get("error", 0)
         parts.append(
-            f"| {release} | {rows[release]['python']} | {tests.get('passed', 0)} | {failed} | {tests.get('skipped', 0)} "
-            f"| {rows[release]['seconds']} |"
+            f"| {release} | {rows[release]['python']} | {tests.get('passed', 0)} | {failed} "
+            f"| {tests.get('skipped', 0)} | {rows[release]['seconds']} |"
         )
     for fix in FIXES:
         releases = sorted(rows, key=lambda r: [int(n) for n in r.split(".")])
-        parts += ["", f"## Faults, plain torch → with `fix=\"{fix}\"`", ""]
+        parts += ["", f'## Faults, plain torch → with `fix="{fix}"`', ""]
         parts += ["| fault | " + " | ".join(releases) + " |", "|---|" + "---|" * len(releases)]
         reports = {r: {f["name"]: f for f in rows[r]["doctor"][fix]["faults"]} for r in releases}  # type: ignore[index]
         names = list(dict.fromkeys(name for report in reports.values() for name in report))

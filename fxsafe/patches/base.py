@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxsafe.edits import Edit
 from fxsafe.shapes import ShapeError
@@ -13,15 +13,13 @@ from fxsafe.shapes import ShapeError
 __all__ = ["NotNeeded", "Patch", "Plan", "ShapeError"]
 
 
-@dataclass(frozen=True, slots=True)
-class NotNeeded:
+class NotNeeded(NamedTuple):
     """A plan that has nothing to do on this torch, and why."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Edits in the order in which they are applied; they are undone in the reverse order.
 
     Attributes:
@@ -58,6 +56,6 @@ class Patch:
     modules: tuple[str, ...]
     plan: Callable[[Mapping[str, ModuleType]], Plan | NotNeeded]
     fixes: frozenset[str] = frozenset({"thread-local", "always-false"})
-    faults: tuple[str, ...] = field(default=())
+    faults: tuple[str, ...] = ()
     quiet: bool = True
     after_fork_in_child: Callable[[], None] | None = None

@@ -211,7 +211,7 @@ PATCH = Patch(
     ),
     modules=(CONVERT_FRAME,),
     plan=_plan,
-    faults=("compile-lock-held-by-device-thread", "compile-lock-forked"),
+    faults=("lock_device_thread", "lock_fork_while_held"),
     quiet=False,
     after_fork_in_child=_after_fork_in_child,
 )

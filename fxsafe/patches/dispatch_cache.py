@@ -14,66 +14,65 @@ This file can be deleted when the oldest supported torch returns the entry that 
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Mapping
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
 
-from fxsafe.edits import CodeSwap, Edit
-from fxsafe.patches.base import Patch, Plan, ShapeError
-from fxsafe.shapes import own_function
-from fxsafe.thread_globals import Inline, rewritten
+from fxsafe.dynamo import frame_hider
+from fxsafe.edits import CodeSwap, CodeWrap, Edit, code_with_constants
+from fxsafe.patches.base import Patch, Plan
+from fxsafe.shapes import Shape, ShapeError, own_function, require
+from fxsafe.thread_globals import Inline
 
 __all__ = ["PATCH"]
 
 OPS = "torch._ops"
-_MISSES = {
-    "assert key not in self._dispatch_cache, f'{self} {key}'",  # to 2.10
-    "if key in self._dispatch_cache:\n    raise AssertionError(f'{self} {key} already in dispatch cache')",
-}
-_TAKE_IT = "_fxsafe_entry = self._dispatch_cache.get(key)\nif _fxsafe_entry is not None:\n    return _fxsafe_entry"
-_LIVE_SET = "return cached_ops"
-_COPY = "return cached_ops.copy()"
 
 
-class _Statement(ast.NodeTransformer):
-    """Replaces the one statement that reads as one of ``old``."""
-
-    def __init__(self, old: set[str], new: str) -> None:
-        # Dumps, since how a tree is written out as text differs between releases of Python.
-        self._old = {ast.dump(ast.parse(text).body[0]) for text in old}
-        self._new = new
-        self.count = 0
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.stmt) and ast.dump(node) in self._old:
-            self.count += 1
-            statements = ast.parse(self._new).body
-            for statement in statements:
-                for part in ast.walk(statement):
-                    if isinstance(part, (ast.stmt, ast.expr)):
-                        ast.copy_location(part, node)
-            return statements  # type: ignore[return-value]
-        return super().generic_visit(node)
+def _copy_of_cached_ops() -> Any:
+    # A global of torch._ops, where this body goes.
+    return cached_ops.copy()  # type: ignore[name-defined]  # noqa: F821
 
 
-def _edits(owner: ModuleType | type, name: str, old: set[str], new: str) -> list[Edit]:
-    function = own_function(owner, name)
-    where = f"{OPS}.{function.__qualname__}"
-    change = _Statement(old, new)
-    code = rewritten(where, function, change)
-    if change.count != 1:
-        raise ShapeError(f"{where} no longer says {sorted(old)[0]!r}")
-    return [CodeSwap(where, function, code), Inline(where, function)]
+def _get_dispatch_template(self: Any, key: Any) -> Any:
+    replacement: Any = "<replacement>"
+    return replacement(self, key)
+
+
+def _wrap(original: FunctionType) -> Callable[..., Any]:
+    def get_dispatch(self: Any, key: Any) -> Any:
+        try:
+            return original(self, key)
+        except AssertionError:
+            # The first thing that it does, before any effect, is to assert that the key is missing.
+            entry = self._dispatch_cache.get(key)
+            if entry is None:
+                raise
+            return entry
+
+    frame_hider()(get_dispatch)
+    return get_dispatch
 
 
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     module = modules[OPS]
-    return Plan(
-        [
-            *_edits(module.OpOverload, "_get_dispatch", _MISSES, _TAKE_IT),
-            *_edits(module, "get_cached_ops", {_LIVE_SET}, _COPY),
-        ]
-    )
+    edits: list[Edit] = []
+    function = own_function(module, "get_cached_ops")
+    where = f"{OPS}.get_cached_ops"
+    require(where, function, Shape((), frozenset({"cached_ops"}), frozenset()))
+    edits += [CodeSwap(where, function, code_with_constants(_copy_of_cached_ops, {}, function.__code__))]  # type: ignore[arg-type]
+    edits += [Inline(where, function)]
+    function = own_function(module.OpOverload, "_get_dispatch")
+    where = f"{OPS}.OpOverload._get_dispatch"
+    if "_dispatch_cache" not in function.__code__.co_names:
+        raise ShapeError(f"{where} no longer fills _dispatch_cache")
+    try:
+        edits += [CodeWrap(where, function, _get_dispatch_template, _wrap)]  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ShapeError(str(error)) from None
+    edits += [Inline(where, function)]
+    frame_hider()
+    return Plan(edits)
 
 
 PATCH = Patch(
@@ -83,6 +82,6 @@ PATCH = Patch(
     # torch itself, so as to wait for the end of its import: the others come in the middle of it.
     modules=("torch", OPS),
     plan=_plan,
-    faults=("dispatch-cache",),
+    faults=("dispatch_cache_race",),
     quiet=False,
 )

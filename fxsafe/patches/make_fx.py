@@ -100,5 +100,5 @@ PATCH = Patch(
     # torch itself, so as to wait for the end of its import: the others come in the middle of it.
     modules=("torch", PROXY_TENSOR, OPS),
     plan=_plan,
-    faults=("make-fx-tracer", "pre-dispatch-modes"),
+    faults=("makefx_current_tracer", "makefx_predispatch_modes"),
 )

@@ -299,5 +299,13 @@ PATCH = Patch(
     ),
     modules=("torch", _FX, "torch.fx.graph_module", "torch.fx.graph", "torch.package.importer"),
     plan=_plan,
+    faults=(
+        "hooks_eager_call",
+        "hooks_concurrent_traces_equal",
+        "hooks_dynamo_reverts",
+        "hooks_load_graphmodule",
+        "hooks_overlap_leaves_module_patched",
+        "hooks_wrapped_leaf_lost",
+    ),
     after_fork_in_child=places.keep_only_this_thread,
 )

@@ -98,5 +98,5 @@ PATCH = Patch(
     # torch itself, so as to wait for the end of its import: the others come in the middle of it.
     modules=("torch", TRACEBACK, FLEX),
     plan=_plan,
-    faults=("node-metadata",),
+    faults=("traceback_annotation",),
 )
