@@ -1,0 +1,342 @@
+"""Patched places: one dispatcher per place, one stack of replacements per thread.
+
+A *place* is a key of a dictionary or an attribute of a class. The first thread to replace it puts a dispatcher there;
+the dispatcher calls the newest replacement of the calling thread, or else what was there before. The last replacement
+to go takes the dispatcher away and puts back the identical object. Nothing in here knows of torch.
+
+Invariants:
+
+* a slot is registered before its dispatcher can be seen, and stays registered until the dispatcher is gone, so a
+  forked child finds every place that its parent's other threads left patched;
+* removing a replacement finds it by identity and is harmless if it is not there, so an interrupted change can be
+  repeated;
+* a place is restored only while it holds our dispatcher: what somebody else put over it stays;
+* a dispatcher that outlives its slot, because somebody kept a reference, goes on calling the original.
+"""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from _thread import get_ident
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any
+
+__all__ = ["MISSING", "Places", "is_dispatcher", "original_of", "places"]
+
+MISSING: Any = object()
+_LINK = "_fxsafe_slot"
+# What a plain function on a class can stand in for: these bind ``self`` as a function does.
+_BINDS_LIKE_A_FUNCTION = (FunctionType, MethodDescriptorType, WrapperDescriptorType)
+
+
+def _any_call(get: Any, get_ident: Any, fallback: Any) -> FunctionType:
+    def dispatcher(*args: Any, **kwargs: Any) -> Any:
+        return get(get_ident(), fallback)(*args, **kwargs)
+
+    return dispatcher  # type: ignore[return-value]
+
+
+def _getattr_call(get: Any, get_ident: Any, fallback: Any) -> FunctionType:
+    def dispatcher(self: Any, name: Any, /) -> Any:
+        return get(get_ident(), fallback)(self, name)
+
+    return dispatcher  # type: ignore[return-value]
+
+
+class _Attribute:
+    """Dispatcher for a class attribute that does not bind as functions do: a staticmethod, a property, a constant."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, slot: _Slot) -> None:
+        self.slot = slot
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        value = self.slot.tops.get(get_ident(), self.slot.fallback)
+        bind = getattr(type(value), "__get__", None)
+        return value if bind is None else bind(value, instance, owner)
+
+
+class _Slot:
+    """One patched place. ``tops`` is read without the lock, everything else is changed under it.
+
+    Attributes:
+        found: what the place held before, MISSING if nothing; this is what is put back.
+        fallback: what a thread without replacements calls.
+        stacks: thread ident -> its replacements, the newest last; never empty.
+        tops: thread ident -> the last of its stack.
+    """
+
+    __slots__ = ("dispatcher", "fallback", "found", "live", "name", "owner", "stacks", "tops")
+
+    def __init__(self, owner: Any, name: str, found: Any, fallback: Any) -> None:
+        self.owner = owner
+        self.name = name
+        self.found = found
+        self.fallback = fallback
+        self.stacks: dict[int, list[Any]] = {}
+        self.tops: dict[int, Any] = {}
+        self.live = True
+        self.dispatcher: Any = None
+
+    def push(self, ident: int, new: Any) -> None:
+        self.stacks.setdefault(ident, []).append(new)
+        self.tops[ident] = new
+
+    def drop(self, ident: int, new: Any) -> bool:
+        """Take the newest ``new`` off the thread's stack. False if it is not on it."""
+        stack = self.stacks.get(ident, ())
+        for i in range(len(stack) - 1, -1, -1):
+            if stack[i] is new:
+                break
+        else:
+            return False
+        if len(stack) == 1:
+            self.forget(ident)
+        else:
+            if i == len(stack) - 1:
+                self.tops[ident] = stack[-2]
+            del stack[i]  # type: ignore[union-attr]
+        return True
+
+    def forget(self, ident: int) -> None:
+        self.tops.pop(ident, None)
+        self.stacks.pop(ident, None)
+
+
+def _slot_of(value: Any) -> _Slot | None:
+    """The slot whose dispatcher ``value`` is. ``functools.wraps`` copies the link, hence the second look."""
+    if type(value) is FunctionType:
+        slot = value.__dict__.get(_LINK)
+        return slot if slot is not None and slot.dispatcher is value else None
+    return value.slot if type(value) is _Attribute else None
+
+
+def is_dispatcher(value: Any) -> bool:
+    return _slot_of(value) is not None
+
+
+def original_of(value: Any) -> Any:
+    """What a dispatcher stands for, at any depth; any other value as it is."""
+    while (slot := _slot_of(value)) is not None:
+        value = slot.fallback
+    return value
+
+
+def _healed(value: Any) -> Any:
+    """``value``, or what stood below it if it is a dispatcher whose slot is closed."""
+    while (slot := _slot_of(value)) is not None and not slot.live:
+        value = slot.found
+    return value
+
+
+def _held(owner: Any) -> Any:
+    return owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+
+
+class Places:
+    """All patched places of the process."""
+
+    def __init__(self) -> None:
+        # Re-entrant, for a signal handler that traces while its thread is in here.
+        self.lock = threading.RLock()
+        self.opened = 0
+        self._slots: dict[tuple[int, str], list[_Slot]] = {}
+        self._makers: tuple[Any, ...] = (_any_call, _getattr_call)
+        self._templates = tuple(make(None, None, None) for make in self._makers)
+
+    def dress(self, like: CodeType) -> tuple[FunctionType, ...]:
+        """Let the frames of dispatchers made from now on count as frames of the file of ``like``.
+
+        Returns:
+            The functions whose code they run.
+        """
+        for template in self._templates:
+            template.__code__ = template.__code__.replace(
+                co_filename=like.co_filename, co_firstlineno=like.co_firstlineno
+            )
+        return self._templates
+
+    def __len__(self) -> int:
+        return sum(map(len, list(self._slots.values())))
+
+    # What a thread would see if it were alone.
+
+    def seen(self, owner: Any, name: str) -> Any:
+        """What ``owner`` itself holds as ``name`` in the eyes of the calling thread; MISSING if nothing."""
+        return self._seen(_held(owner).get(name, MISSING), owner, name)
+
+    def _seen(self, value: Any, owner: Any, name: str) -> Any:
+        ident = get_ident()
+        while (slot := _slot_of(value)) is not None:
+            if slot.owner is owner and slot.name == name:
+                if (top := slot.tops.get(ident, MISSING)) is not MISSING:
+                    return top
+                value = slot.found
+            else:
+                value = slot.fallback  # read from another place while that was patched
+        return value
+
+    def seen_attribute(self, owner: Any, name: str) -> Any:
+        """``getattr(owner, name)`` in the eyes of the calling thread, inherited attributes included.
+
+        Raises:
+            AttributeError: as ``getattr`` does.
+        """
+        return self.seen_value(getattr(owner, name))
+
+    def seen_value(self, value: Any) -> Any:
+        """The calling thread's replacement if ``value`` is the dispatcher of a patched place, or the original."""
+        while (slot := _slot_of(value)) is not None:
+            top = slot.tops.get(get_ident(), MISSING)
+            value = slot.fallback if top is MISSING else top
+        return value
+
+    def snapshot(self, namespace: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a dictionary as the calling thread would see it alone."""
+        # A copy in one step: another thread may patch a builtin into it, or take it out, at any time.
+        copy = namespace.copy()
+        for name, value in list(copy.items()):
+            if type(value) is FunctionType and _LINK in value.__dict__:
+                seen = self._seen(value, namespace, name)
+                if seen is MISSING:
+                    del copy[name]
+                else:
+                    copy[name] = seen
+        return copy
+
+    def dispatchers_of(self, original: Any) -> list[Any]:
+        """The dispatchers that stand for ``original`` at present."""
+        with self.lock:
+            slots = [slot for stack in self._slots.values() for slot in stack]
+        return [slot.dispatcher for slot in slots if original_of(slot.fallback) is original]
+
+    # Changes.
+
+    def put(self, owner: Any, name: str, new: Any, fallback: Any) -> None:
+        """Make ``new`` what the calling thread, and no other, calls at the place.
+
+        Args:
+            fallback: what is called there now, for the case that the owner itself holds nothing: a builtin, or an
+                inherited attribute.
+        """
+        ident = get_ident()
+        with self.lock:
+            found = _held(owner).get(name, MISSING)
+            slot = _slot_of(found)
+            if slot is None or not slot.live or slot.owner is not owner or slot.name != name:
+                slot = self._open(owner, name, _healed(found), fallback)
+                slot.push(ident, new)
+                _write(owner, name, slot.dispatcher)
+            else:
+                slot.push(ident, new)
+
+    def take(self, owner: Any, name: str, new: Any) -> None:
+        """Undo one ``put`` of ``new``, also one that was interrupted half-way. Never raises for want of it."""
+        with self.lock:
+            slots = self._slots.get((id(owner), name), ())
+            ident = get_ident()
+            for slot in reversed(slots):
+                if slot.drop(ident, new):
+                    break
+            else:
+                # Undone by another thread than it was made in: a patcher handed over, a generator closed by the GC.
+                for slot in reversed(slots):
+                    if any(slot.drop(other, new) for other in list(slot.stacks)):
+                        break
+            for slot in list(slots):
+                if not slot.stacks:
+                    self._close(slot)
+
+    def keep_only_this_thread(self) -> None:
+        """Drop all replacements of other threads, and the lock: for a forked child."""
+        self.lock = threading.RLock()
+        me = get_ident()
+        for slots in list(self._slots.values()):
+            for slot in list(reversed(slots)):
+                for ident in list(slot.stacks):
+                    if ident != me:
+                        slot.forget(ident)
+                for ident in list(slot.tops):
+                    if ident not in slot.stacks:
+                        slot.forget(ident)
+                if not slot.stacks:
+                    self._close(slot)
+
+    def _open(self, owner: Any, name: str, found: Any, fallback: Any) -> _Slot:
+        is_class = isinstance(owner, type)
+        if found is MISSING:
+            if is_class:
+                # Not the argument: it is what the calling thread sees, which may be its own.
+                fallback = next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), fallback)
+            elif isinstance(owner, dict):
+                fallback = getattr(builtins, name, fallback)
+            fallback = _healed(fallback)
+        else:
+            fallback = found
+        slot = _Slot(owner, name, found, fallback)
+        if is_class and not isinstance(fallback, _BINDS_LIKE_A_FUNCTION):
+            slot.dispatcher = _Attribute(slot)
+        else:
+            slot.dispatcher = self._dispatcher(slot, one_name=is_class and name == "__getattr__")
+        self._slots.setdefault((id(owner), name), []).append(slot)
+        self.opened += 1
+        return slot
+
+    def _dispatcher(self, slot: _Slot, one_name: bool) -> FunctionType:
+        fallback = slot.fallback
+        make = self._makers[one_name](slot.tops.get, get_ident, fallback)
+        plain = type(fallback) is FunctionType
+        dispatcher = FunctionType(
+            self._templates[one_name].__code__,
+            # Tracers look for names to wrap in the globals of what they trace.
+            fallback.__globals__ if plain else globals(),
+            slot.name,
+            None,
+            make.__closure__,
+        )
+        if plain or isinstance(fallback, BuiltinFunctionType):
+            dispatcher.__name__ = fallback.__name__
+        dispatcher.__qualname__ = getattr(fallback, "__qualname__", slot.name)
+        dispatcher.__module__ = getattr(fallback, "__module__", None)  # type: ignore[assignment]
+        dispatcher.__doc__ = getattr(fallback, "__doc__", None)
+        if plain:
+            dispatcher.__dict__.update(fallback.__dict__)
+        dispatcher.__dict__["__wrapped__"] = fallback
+        # Dynamo, compiling in another thread, goes on with this one in the dispatcher's place.
+        dispatcher.__dict__["_torchdynamo_inline"] = fallback
+        dispatcher.__dict__[_LINK] = slot
+        return dispatcher
+
+    def _close(self, slot: _Slot) -> None:
+        if _held(slot.owner).get(slot.name, MISSING) is slot.dispatcher:
+            _write(slot.owner, slot.name, _healed(slot.found))
+        slot.live = False
+        key = (id(slot.owner), slot.name)
+        slots = self._slots.get(key, [])
+        if slot in slots:
+            slots.remove(slot)
+        if not slots:
+            self._slots.pop(key, None)
+
+
+def _write(owner: Any, name: str, value: Any) -> None:
+    """Store; MISSING deletes. A class is written past its metaclass, whose code must not run under the lock."""
+    if isinstance(owner, dict):
+        if value is MISSING:
+            del owner[name]
+        else:
+            owner[name] = value
+    elif isinstance(owner, type):
+        if value is MISSING:
+            type.__delattr__(owner, name)
+        else:
+            type.__setattr__(owner, name, value)
+    elif value is MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+places = Places()
