@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from fxsafe.edits import AttributeSwap, CodeWrap, Edit
-from fxsafe.patches._slots import is_dispatcher, places
+from fxsafe.patches._slots import LINK, is_dispatcher, places
 from fxsafe.shapes import ShapeError, own_function, shape_of
 
 __all__ = ["reader_edits"]
@@ -26,7 +26,7 @@ _FX = "torch.fx._symbolic_trace"
 _GRAPH_MODULE = "torch.fx.graph_module"
 _IMPORTER = "torch.package.importer"
 _Hide = Callable[..., None]
-_Wrap = Callable[[FunctionType], Callable[..., Any]]
+_Wrap = Callable[[FunctionType], Any]
 
 
 # Templates: they run in torch's own functions, under torch's file name.
@@ -38,29 +38,41 @@ def _root_template(self: Any, root_fn: Any, is_module: Any, concrete_args: Any =
 
 
 def _torch_function_template(cls: Any, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Any:
-    replacement: Any = "<replacement>"
-    return replacement(cls, orig_method, types, args, kwargs)
+    parts: Any = "<replacement>"
+    original, function_type, link, seen_value = parts
+    if type(orig_method) is function_type and link in orig_method.__dict__:
+        orig_method = seen_value(orig_method)
+    return original(cls, orig_method, types, args, kwargs)
 
 
 def _create_node_template(
     self: Any, kind: Any, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
 ) -> Any:
-    replacement: Any = "<replacement>"
-    return replacement(self, kind, target, args, kwargs, name, type_expr)
+    parts: Any = "<replacement>"
+    original, function_type, link, seen_value = parts
+    if type(target) is function_type and link in target.__dict__:
+        target = seen_value(target)
+    return original(self, kind, target, args, kwargs, name, type_expr)
 
 
 def _call_function_template_2_5(
     self: Any, the_function: Any, args: Any = None, kwargs: Any = None, type_expr: Any = None
 ) -> Any:
-    replacement: Any = "<replacement>"
-    return replacement(self, the_function, args, kwargs, type_expr)
+    parts: Any = "<replacement>"
+    original, function_type, link, seen_value = parts
+    if type(the_function) is function_type and link in the_function.__dict__:
+        the_function = seen_value(the_function)
+    return original(self, the_function, args, kwargs, type_expr)
 
 
 def _call_function_template_2_8(
     self: Any, the_function: Any, args: Any = None, kwargs: Any = None, type_expr: Any = None, name: Any = None
 ) -> Any:
-    replacement: Any = "<replacement>"
-    return replacement(self, the_function, args, kwargs, type_expr, name)
+    parts: Any = "<replacement>"
+    original, function_type, link, seen_value = parts
+    if type(the_function) is function_type and link in the_function.__dict__:
+        the_function = seen_value(the_function)
+    return original(self, the_function, args, kwargs, type_expr, name)
 
 
 def _load_template(forward: Any, body: Any, graph_module_cls: Any = None) -> Any:
@@ -93,18 +105,9 @@ def _wrap_root(original: FunctionType) -> Callable[..., Any]:
     return create_args_for_root
 
 
-def _wrap_second_argument(original: FunctionType) -> Callable[..., Any]:
-    def with_target_seen(self: Any, target: Any, *rest: Any) -> Any:
-        return original(self, places.seen_value(target), *rest)
-
-    return with_target_seen
-
-
-def _wrap_create_node(original: FunctionType) -> Callable[..., Any]:
-    def create_node(self: Any, kind: Any, target: Any, args: Any, kwargs: Any, name: Any, type_expr: Any) -> Any:
-        return original(self, kind, places.seen_value(target), args, kwargs, name, type_expr)
-
-    return create_node
+def _target_seen(original: FunctionType) -> Any:
+    # The templates unpack this themselves: a frame less on the way of every node.
+    return original, FunctionType, LINK, places.seen_value
 
 
 # Loading: unpickling traces the code that it reads.
@@ -231,14 +234,11 @@ def _require_names(where: str, function: FunctionType, names: set[str]) -> None:
 
 
 def _wrap(where: str, function: FunctionType, template: Any, wrap: _Wrap, hide: _Hide) -> Edit:
-    """The edit; the wrapping function counts as torch's own wherever frames are judged by their file."""
-    like = function.__code__.co_filename
-
-    def hidden(original: FunctionType) -> Callable[..., Any]:
-        wrapping: Any = wrap(original)
-        wrapping.__code__ = wrapping.__code__.replace(co_filename=like)
-        hide(wrapping)
-        return wrapping  # type: ignore[no-any-return]
+    def hidden(original: FunctionType) -> Any:
+        replacement = wrap(original)
+        if isinstance(replacement, FunctionType):
+            hide(replacement)
+        return replacement
 
     try:
         return CodeWrap(where, function, template, hidden)
@@ -278,9 +278,9 @@ def reader_edits(modules: Mapping[str, ModuleType], hide: _Hide) -> list[Edit]:
     torch_function = _torch_function_of(proxy.Proxy)
     create_node = own_function(proxy.TracerBase, "create_node")
     wraps: list[tuple[str, FunctionType, Any, _Wrap]] = [
-        ("torch.fx.proxy.Proxy.__torch_function__", torch_function, _torch_function_template, _wrap_second_argument),
-        ("torch.fx.proxy.TracerBase.create_node", create_node, _create_node_template, _wrap_create_node),
-        ("torch.fx.graph.Graph.call_function", call_function, call_template, _wrap_second_argument),
+        ("torch.fx.proxy.Proxy.__torch_function__", torch_function, _torch_function_template, _target_seen),
+        ("torch.fx.proxy.TracerBase.create_node", create_node, _create_node_template, _target_seen),
+        ("torch.fx.graph.Graph.call_function", call_function, call_template, _target_seen),
         (f"{_GRAPH_MODULE}._deserialize_graph_module", load, _load_template, _wrap_load),
         (f"{_GRAPH_MODULE}._EvalCacheLoader._get_key", get_key, _get_key_template, _wrap_get_key),
         (f"{_IMPORTER}.Importer.get_name", get_name, _get_name_template, _wrap_get_name(importer)),

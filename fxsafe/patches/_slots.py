@@ -11,21 +11,24 @@ Invariants:
 * removing a replacement finds it by identity and is harmless if it is not there, so an interrupted change can be
   repeated;
 * a place is restored only while it holds our dispatcher: what somebody else put over it stays;
-* a dispatcher that outlives its slot, because somebody kept a reference, goes on calling the original.
+* a dispatcher that somebody kept a reference to goes on calling the original, and in a tracing thread what that
+  thread has in the place, as torch's own wrappers do.
 """
 
 from __future__ import annotations
 
 import builtins
+import sys
 import threading
 from _thread import get_ident
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
-__all__ = ["MISSING", "Places", "is_dispatcher", "original_of", "places"]
+__all__ = ["LINK", "MISSING", "Places", "is_dispatcher", "original_of", "places"]
 
 MISSING: Any = object()
-_LINK = "_fxsafe_slot"
+# Marks a dispatcher in its __dict__ and leads to its slot.
+LINK = "_fxsafe_slot"
 # What a plain function on a class can stand in for: these bind ``self`` as a function does.
 _BINDS_LIKE_A_FUNCTION = (FunctionType, MethodDescriptorType, WrapperDescriptorType)
 
@@ -77,7 +80,7 @@ class _Slot:
         self.fallback = fallback
         self.stacks: dict[int, list[Any]] = {}
         self.tops: dict[int, Any] = {}
-        self.live = True
+        self.live = False
         self.dispatcher: Any = None
 
     def push(self, ident: int, new: Any) -> None:
@@ -108,7 +111,7 @@ class _Slot:
 def _slot_of(value: Any) -> _Slot | None:
     """The slot whose dispatcher ``value`` is. ``functools.wraps`` copies the link, hence the second look."""
     if type(value) is FunctionType:
-        slot = value.__dict__.get(_LINK)
+        slot = value.__dict__.get(LINK)
         return slot if slot is not None and slot.dispatcher is value else None
     return value.slot if type(value) is _Attribute else None
 
@@ -143,8 +146,11 @@ class Places:
         self.lock = threading.RLock()
         self.opened = 0
         self._slots: dict[tuple[int, str], list[_Slot]] = {}
+        # Closed slots of places that live as long as the process. Their dispatchers come back, so that compiled code
+        # in other threads, which guards on what it finds in a place, meets two objects there and not ever new ones.
+        self._closed: dict[tuple[int, str], _Slot] = {}
         self._makers: tuple[Any, ...] = (_any_call, _getattr_call)
-        self._templates = tuple(make(None, None, None) for make in self._makers)
+        self._templates: tuple[FunctionType, ...] = tuple(make(None, None, None) for make in self._makers)
 
     def dress(self, like: CodeType) -> tuple[FunctionType, ...]:
         """Let the frames of dispatchers made from now on count as frames of the file of ``like``.
@@ -198,7 +204,7 @@ class Places:
         # A copy in one step: another thread may patch a builtin into it, or take it out, at any time.
         copy = namespace.copy()
         for name, value in list(copy.items()):
-            if type(value) is FunctionType and _LINK in value.__dict__:
+            if type(value) is FunctionType and LINK in value.__dict__:
                 seen = self._seen(value, namespace, name)
                 if seen is MISSING:
                     del copy[name]
@@ -275,12 +281,16 @@ class Places:
             fallback = _healed(fallback)
         else:
             fallback = found
-        slot = _Slot(owner, name, found, fallback)
-        if is_class and not isinstance(fallback, _BINDS_LIKE_A_FUNCTION):
-            slot.dispatcher = _Attribute(slot)
-        else:
-            slot.dispatcher = self._dispatcher(slot, one_name=is_class and name == "__getattr__")
-        self._slots.setdefault((id(owner), name), []).append(slot)
+        key = (id(owner), name)
+        slot = self._closed.pop(key, None)
+        if slot is None or slot.owner is not owner or slot.found is not found or slot.fallback is not fallback:
+            slot = _Slot(owner, name, found, fallback)
+            if is_class and not isinstance(fallback, _BINDS_LIKE_A_FUNCTION):
+                slot.dispatcher = _Attribute(slot)
+            else:
+                slot.dispatcher = self._dispatcher(slot, one_name=is_class and name == "__getattr__")
+        slot.live = True
+        self._slots.setdefault(key, []).append(slot)
         self.opened += 1
         return slot
 
@@ -306,7 +316,7 @@ class Places:
         dispatcher.__dict__["__wrapped__"] = fallback
         # Dynamo, compiling in another thread, goes on with this one in the dispatcher's place.
         dispatcher.__dict__["_torchdynamo_inline"] = fallback
-        dispatcher.__dict__[_LINK] = slot
+        dispatcher.__dict__[LINK] = slot
         return dispatcher
 
     def _close(self, slot: _Slot) -> None:
@@ -319,6 +329,18 @@ class Places:
             slots.remove(slot)
         if not slots:
             self._slots.pop(key, None)
+            if _is_permanent(slot.owner):
+                self._closed[key] = slot
+
+
+def _is_permanent(owner: Any) -> bool:
+    """Whether the owner is an imported module's dictionary or a class found in one; others we must not keep alive."""
+    if isinstance(owner, dict):
+        name = owner.get("__name__")
+        return isinstance(name, str) and _held(sys.modules.get(name)) is owner
+    if isinstance(owner, type):
+        return _held(sys.modules.get(owner.__module__)).get(owner.__name__) is owner
+    return False
 
 
 def _write(owner: Any, name: str, value: Any) -> None:
