@@ -21,6 +21,7 @@ import builtins
 import sys
 import threading
 from _thread import get_ident
+from collections.abc import Callable
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
@@ -89,7 +90,7 @@ class _Slot:
 
     def drop(self, ident: int, new: Any) -> bool:
         """Take the newest ``new`` off the thread's stack. False if it is not on it."""
-        stack = self.stacks.get(ident, ())
+        stack = self.stacks.get(ident, [])
         for i in range(len(stack) - 1, -1, -1):
             if stack[i] is new:
                 break
@@ -100,7 +101,7 @@ class _Slot:
         else:
             if i == len(stack) - 1:
                 self.tops[ident] = stack[-2]
-            del stack[i]  # type: ignore[union-attr]
+            del stack[i]
         return True
 
     def forget(self, ident: int) -> None:
@@ -149,6 +150,7 @@ class Places:
         # Closed slots of places that live as long as the process. Their dispatchers come back, so that compiled code
         # in other threads, which guards on what it finds in a place, meets two objects there and not ever new ones.
         self._closed: dict[tuple[int, str], _Slot] = {}
+        self._followers: dict[tuple[int, str], Callable[[Any], None]] = {}
         self._makers: tuple[Any, ...] = (_any_call, _getattr_call)
         self._templates: tuple[FunctionType, ...] = tuple(make(None, None, None) for make in self._makers)
 
@@ -218,6 +220,28 @@ class Places:
             slots = [slot for stack in self._slots.values() for slot in stack]
         return [slot.dispatcher for slot in slots if original_of(slot.fallback) is original]
 
+    def original_at(self, owner: Any, name: str) -> Any:
+        """What the place holds, or held before it was patched."""
+        return original_of(_held(owner).get(name, MISSING))
+
+    def follow(self, owner: Any, name: str, tell: Callable[[Any], None]) -> None:
+        """Call ``tell``, under the lock, with what the place holds: now and whenever we change it."""
+        with self.lock:
+            self._followers[id(owner), name] = tell
+            tell(_held(owner)[name])
+
+    def unfollow(self, owner: Any, name: str, tell: Callable[[Any], None]) -> None:
+        with self.lock:
+            if self._followers.get((id(owner), name)) is tell:
+                del self._followers[id(owner), name]
+
+    def _write(self, owner: Any, name: str, value: Any) -> None:
+        _store(owner, name, value)
+        if self._followers:
+            tell = self._followers.get((id(owner), name))
+            if tell is not None:
+                tell(value)
+
     # Changes.
 
     def put(self, owner: Any, name: str, new: Any, fallback: Any) -> None:
@@ -234,7 +258,7 @@ class Places:
             if slot is None or not slot.live or slot.owner is not owner or slot.name != name:
                 slot = self._open(owner, name, _healed(found), fallback)
                 slot.push(ident, new)
-                _write(owner, name, slot.dispatcher)
+                self._write(owner, name, slot.dispatcher)
             else:
                 slot.push(ident, new)
 
@@ -321,7 +345,7 @@ class Places:
 
     def _close(self, slot: _Slot) -> None:
         if _held(slot.owner).get(slot.name, MISSING) is slot.dispatcher:
-            _write(slot.owner, slot.name, _healed(slot.found))
+            self._write(slot.owner, slot.name, _healed(slot.found))
         slot.live = False
         key = (id(slot.owner), slot.name)
         slots = self._slots.get(key, [])
@@ -343,7 +367,7 @@ def _is_permanent(owner: Any) -> bool:
     return False
 
 
-def _write(owner: Any, name: str, value: Any) -> None:
+def _store(owner: Any, name: str, value: Any) -> None:
     """Store; MISSING deletes. A class is written past its metaclass, whose code must not run under the lock."""
     if isinstance(owner, dict):
         if value is MISSING:
