@@ -37,42 +37,14 @@ def _root_template(self: Any, root_fn: Any, is_module: Any, concrete_args: Any =
     return replacement(self, root_fn, is_module, concrete_args)
 
 
-def _torch_function_template(cls: Any, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Any:
-    parts: Any = "<replacement>"
-    original, function_type, link, seen_value = parts
-    if type(orig_method) is function_type and link in orig_method.__dict__:
-        orig_method = seen_value(orig_method)
-    return original(cls, orig_method, types, args, kwargs)
-
-
 def _create_node_template(
-    self: Any, kind: Any, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
+    self: Any, op: Any, target: Any, args: Any = None, kwargs: Any = None, name: Any = None, type_expr: Any = None
 ) -> Any:
     parts: Any = "<replacement>"
     original, function_type, link, seen_value = parts
     if type(target) is function_type and link in target.__dict__:
         target = seen_value(target)
-    return original(self, kind, target, args, kwargs, name, type_expr)
-
-
-def _call_function_template_2_5(
-    self: Any, the_function: Any, args: Any = None, kwargs: Any = None, type_expr: Any = None
-) -> Any:
-    parts: Any = "<replacement>"
-    original, function_type, link, seen_value = parts
-    if type(the_function) is function_type and link in the_function.__dict__:
-        the_function = seen_value(the_function)
-    return original(self, the_function, args, kwargs, type_expr)
-
-
-def _call_function_template_2_8(
-    self: Any, the_function: Any, args: Any = None, kwargs: Any = None, type_expr: Any = None, name: Any = None
-) -> Any:
-    parts: Any = "<replacement>"
-    original, function_type, link, seen_value = parts
-    if type(the_function) is function_type and link in the_function.__dict__:
-        the_function = seen_value(the_function)
-    return original(self, the_function, args, kwargs, type_expr, name)
+    return original(self, op, target, args, kwargs, name, type_expr)
 
 
 def _load_template(forward: Any, body: Any, graph_module_cls: Any = None) -> Any:
@@ -106,7 +78,8 @@ def _wrap_root(original: FunctionType) -> Callable[..., Any]:
 
 
 def _target_seen(original: FunctionType) -> Any:
-    # The templates unpack this themselves: a frame less on the way of every node.
+    # Where every node is made, and below the point where tracers record stack traces, which an added frame would show
+    # in. The template unpacks this itself: one call less for every node.
     return original, FunctionType, LINK, places.seen_value
 
 
@@ -246,14 +219,6 @@ def _wrap(where: str, function: FunctionType, template: Any, wrap: _Wrap, hide: 
         raise ShapeError(f"{where} has an unknown shape: {error}") from None
 
 
-def _torch_function_of(proxy: Any) -> FunctionType:
-    method = vars(proxy).get("__torch_function__")
-    function = method.__func__ if isinstance(method, classmethod) else None
-    if type(function) is not FunctionType or function.__module__ != proxy.__module__:
-        raise ShapeError(f"{proxy.__module__}.Proxy.__torch_function__ is not torch's classmethod but {method!r}")
-    return function
-
-
 def reader_edits(modules: Mapping[str, ModuleType], hide: _Hide) -> list[Edit]:
     """The edits for all readers; changes nothing.
 
@@ -262,7 +227,6 @@ def reader_edits(modules: Mapping[str, ModuleType], hide: _Hide) -> list[Edit]:
     """
     graph_module: Any = modules[_GRAPH_MODULE]
     importer: Any = modules[_IMPORTER]
-    proxy: Any = modules["torch.fx.proxy"]
     graph: Any = modules["torch.fx.graph"]
     fx: Any = modules[_FX]
 
@@ -272,15 +236,9 @@ def reader_edits(modules: Mapping[str, ModuleType], hide: _Hide) -> list[Edit]:
     _require_names(f"{_GRAPH_MODULE}._EvalCacheLoader._get_key", get_key, {"next_id"})
     get_name = own_function(importer.Importer, "get_name")
     _require_names(f"{_IMPORTER}.Importer.get_name", get_name, {"ObjMismatchError", "ObjNotFoundError"})
-    call_function = own_function(graph.Graph, "call_function")
-    has_name = "name" in shape_of(call_function.__code__).parameters
-    call_template: Any = _call_function_template_2_8 if has_name else _call_function_template_2_5
-    torch_function = _torch_function_of(proxy.Proxy)
-    create_node = own_function(proxy.TracerBase, "create_node")
+    create_node = own_function(graph.Graph, "create_node")
     wraps: list[tuple[str, FunctionType, Any, _Wrap]] = [
-        ("torch.fx.proxy.Proxy.__torch_function__", torch_function, _torch_function_template, _target_seen),
-        ("torch.fx.proxy.TracerBase.create_node", create_node, _create_node_template, _target_seen),
-        ("torch.fx.graph.Graph.call_function", call_function, call_template, _target_seen),
+        ("torch.fx.graph.Graph.create_node", create_node, _create_node_template, _target_seen),
         (f"{_GRAPH_MODULE}._deserialize_graph_module", load, _load_template, _wrap_load),
         (f"{_GRAPH_MODULE}._EvalCacheLoader._get_key", get_key, _get_key_template, _wrap_get_key),
         (f"{_IMPORTER}.Importer.get_name", get_name, _get_name_template, _wrap_get_name(importer)),

@@ -291,7 +291,7 @@ PATCH = Patch(
         "https://github.com/pytorch/pytorch/issues/112775",
         "https://github.com/pytorch/pytorch/pull/187589",
     ),
-    modules=("torch", _FX, "torch.fx.graph_module", "torch.fx.graph", "torch.fx.proxy", "torch.package.importer"),
+    modules=("torch", _FX, "torch.fx.graph_module", "torch.fx.graph", "torch.package.importer"),
     plan=_plan,
     after_fork_in_child=places.keep_only_this_thread,
 )

@@ -1,0 +1,371 @@
+"""F2: what a trace replaces, it replaces for its own thread only."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+import sys
+import types
+from pathlib import Path
+
+import hook_faults
+import pytest
+import torch
+import torch.fx._symbolic_trace as st
+from hook_faults import FAULTS, Stop, Thread, free, held, hooks, leaf, nodes
+from support import python
+from torch import nn
+
+from fxsafe.patches import module_hooks
+from fxsafe.patches._slots import MISSING, Places, is_dispatcher, original_of, places
+from fxsafe.patches.base import ShapeError
+
+torch.fx.wrap("len")
+_PROGRAM = str(Path(hook_faults.__file__))
+_SYMPTOMS = {
+    "eager_module": "module is not installed as a submodule",
+    "overlapping_modules": "Module.__call__ is another object",
+    "overlapping_wrapped_functions": "leaf is another object",
+    "overlapping_wrapped_methods": "Tensor.__getitem__ is another object",
+    "overlapping_autowraps": "plain_leaf is another object",
+    "overlapping_nested_tracers": "CURRENT_PATCHER is None",
+    "overlapping_overriding_tracers": "Module.__call__ is another object",
+    "overlapping_bare_patchers": "plain_leaf is another object",
+    "an_exception_ends_the_first": "leaf is another object",
+    "compile_beside_trace": "the trace gave",
+    "load_beside_eager_module": "module is not installed as a submodule",
+    "two_loads_meet": "compute (4.0, 4.0)",
+    "pickle_beside_trace": "The object provided is from",
+    "targets_beside_trace": "",
+    "constants_get_their_own_numbers": "_tensor_constant3",
+    "fork_beside_trace": "the child counts",
+}
+
+
+def _outcome(name: str, which: str) -> list[str]:
+    done = python(_PROGRAM, name, which)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
+    assert lines, f"no outcome\n{done.stdout}\n{done.stderr}"
+    outcome: list[str] = json.loads(lines[-1].removeprefix("OUTCOME "))
+    return outcome
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_fault_shows_without_the_patch(name):
+    assert _SYMPTOMS[name] in " | ".join(_outcome(name, "without") or ["nothing went wrong"])
+    assert _outcome(name, "without") != []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_fault_is_gone_with_it(name):
+    assert _outcome(name, "with") == []
+
+
+# One thread: nothing differs.
+
+
+class Branchy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = hook_faults.Net(free())
+        self.register_buffer("buffer", torch.ones(4))
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+    def forward(self, x, *rest, flag: bool = True, **more):
+        y = self.inner(self.net(x)) + self.buffer + torch.ones(4) + torch.zeros(1)
+        return {"y": leaf(y), "n": [math.sqrt(x.size(0)), len(x)], "t": (y[0], self.net.scale)}
+
+
+_MODELS = {
+    "net": lambda: hook_faults.Net(free()),
+    "branchy": Branchy,
+    "transformer": lambda: nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 4)),
+    "function": lambda: hook_faults.traced_by(free()),
+    "traced again": lambda: torch.fx.symbolic_trace(Branchy()),
+}
+
+
+class StackTraces(torch.fx.Tracer):
+    def __init__(self):
+        super().__init__(param_shapes_constant=True)
+        self.record_stack_traces = True
+
+
+@pytest.mark.parametrize("tracer", [torch.fx.Tracer, StackTraces])
+@pytest.mark.parametrize("name", _MODELS)
+def test_one_thread_gets_the_same_graph(name, tracer):
+    def everything():
+        t = tracer()
+        graph = t.trace(_MODELS[name]())  # a new one each time: constants are stored on it
+        metas = [{k: re.sub(r"<eval_with_key>\.\d+", "", str(v)) for k, v in n.meta.items()} for n in graph.nodes]
+        return nodes(graph), metas, str(graph.python_code("self").src), t.node_name_to_scope, t.num_calls
+
+    plain = everything()
+    with hooks():
+        assert everything() == plain
+    assert everything() == plain
+
+
+def test_ones_own_trace_sees_its_own_hooks_and_patcher():
+    seen = {}
+
+    def body(x):
+        seen["patcher"] = st.CURRENT_PATCHER
+        seen["names"] = {record.fn_name for record in st.CURRENT_PATCHER.patches_made}
+        return leaf(x)
+
+    with hooks():
+        torch.fx.symbolic_trace(body)
+        assert isinstance(seen["patcher"], st._Patcher)
+        assert {"__call__", "__getattr__", "leaf", "sqrt"} <= seen["names"]
+        assert st.CURRENT_PATCHER is None
+
+
+def test_a_marker_by_its_plain_name_is_honoured_and_names_stack():
+    def marked(x):
+        return x
+
+    marked.__dict__["__fx_already_patched"] = True
+    space = {"marked": marked, "free": original_of(leaf)}
+    with hooks(), st._Patcher() as patcher:
+        patcher.patch(space, "marked", lambda x: None)
+        assert space["marked"] is marked
+        patcher.patch(space, "free", lambda x: "one")
+        patcher.patch(space, "free", lambda x: "two")
+        assert space["free"](1) == "two"
+        with pytest.raises(KeyError):
+            patcher.patch(space, "absent", lambda x: None)
+        assert patcher.revert_all_patches() is patcher.patches_made
+        assert space["free"] is leaf
+        patcher.reapply_all_patches()
+        assert space["free"](1) == "two"
+    assert space == {"marked": marked, "free": leaf}
+
+
+# Other threads.
+
+
+def test_nothing_is_patched_while_nobody_traces():
+    before = held()
+    with hooks():
+        assert held() == before
+        torch.fx.symbolic_trace(hook_faults.Net(free()))
+        assert held() == before
+        assert len(places) == 0
+
+
+def test_four_threads_get_the_graph_of_one():
+    def work():
+        return [nodes(torch.fx.symbolic_trace(make()).graph) for make in _MODELS.values()]
+
+    plain = work()
+    before, interval = held(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with hooks():
+            threads = [Thread(lambda: [work() for _ in range(5)]) for _ in range(4)]
+            results = [thread.result() for thread in threads]
+    finally:
+        sys.setswitchinterval(interval)
+    assert results == [[plain] * 5] * 4
+    assert held() == before
+
+
+def _graphs(function, results):
+    """Compiles ``function`` under a new identity; appends the graph that Dynamo makes."""
+
+    def backend(gm, inputs):
+        results.append(nodes(gm.graph) + [str(n.meta.get("nn_module_stack")) for n in gm.graph.nodes])
+        return gm.forward
+
+    fresh = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    )
+    return torch.compile(fresh, backend=backend, fullgraph=True)
+
+
+class CallsSuper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def __call__(self, *args):
+        return super().__call__(*args)
+
+    def __getattr__(self, name):
+        return super().__getattr__(name)
+
+    def forward(self, x):
+        return self.lin(x)
+
+
+_branchy, _calls_super, _gm = (
+    hook_faults.Net(free()),
+    CallsSuper(),
+    torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4))),
+)
+_branchy.stop = lambda: None
+_COMPILED = {
+    "module": lambda x: _branchy(x),
+    "super": lambda x: _calls_super(x),
+    "graph module": lambda x: _gm(x),
+    "call": lambda x: nn.Module.__call__(_gm, x),
+    "math": lambda x: x * math.sqrt(x.shape[0]),
+    "wrapped": lambda x: hook_faults.leaf(x),
+}
+
+
+@pytest.mark.parametrize("name", _COMPILED)
+def test_a_compile_beside_a_trace_gives_the_graph_that_it_gives_alone(name):
+    x, alone, beside = torch.ones(3, 4), [], []
+    with hooks():
+        expected = _graphs(_COMPILED[name], alone)(x)
+        warm = _graphs(_COMPILED[name], beside)
+        for _ in range(12):  # more than Dynamo's limit of recompilations
+            stop = Stop()
+            trace = Thread(lambda stop=stop: torch.fx.symbolic_trace(hook_faults.traced_by(stop)))
+            stop.arrived()
+            assert torch.equal(warm(x), expected)
+            stop.go()
+            trace.result()
+            assert torch.equal(warm(x), expected)
+    assert len(alone) == 1
+    # What guards on a patched place is compiled once for each of the two objects that it can hold.
+    assert 1 <= len(beside) <= 2
+    assert all(graph == alone[0] for graph in beside)
+    torch._dynamo.reset()
+
+
+def test_someone_elses_patch_over_a_dispatcher_stays():
+    before = held()
+    with hooks():
+        stop = Stop()
+        trace = Thread(lambda: nodes(torch.fx.symbolic_trace(hook_faults.Net(stop)).graph))
+        stop.arrived()
+        below = vars(nn.Module)["__call__"]
+        assert is_dispatcher(below)
+
+        def theirs(module, *args, **kwargs):
+            return below(module, *args, **kwargs)
+
+        nn.Module.__call__ = theirs
+        try:
+            with_theirs = nodes(torch.fx.symbolic_trace(hook_faults.Net(free())).graph)
+            stop.go()
+            assert [n[:2] for n in trace.result()] == [n[:2] for n in with_theirs]
+            assert vars(nn.Module)["__call__"] is theirs
+            assert nn.Linear(2, 2)(torch.ones(1, 2)).shape == (1, 2)
+        finally:
+            nn.Module.__call__ = below  # what they saved: a dispatcher that is out of use by now
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).shape == (1, 2)
+        torch.fx.symbolic_trace(hook_faults.Net(free()))  # the next trace puts the original back
+    assert held() == before
+
+
+def test_an_interrupt_in_the_middle_of_patching_leaves_nothing(monkeypatch):
+    before = held()
+    with hooks():
+        for steps in range(1, 40):
+            calls = iter(range(10**6))
+
+            def interrupted(*args, real=places._write, calls=calls, steps=steps):
+                if next(calls) == steps:
+                    raise KeyboardInterrupt
+                real(*args)
+
+            monkeypatch.setattr(places, "_write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                torch.fx.symbolic_trace(hook_faults.Net(free()))
+            monkeypatch.undo()
+            assert held() == before
+            assert len(places) == 0
+
+
+def test_a_patcher_may_be_left_in_another_thread():
+    space = {"f": leaf}
+    with hooks():
+        patcher = st._Patcher()
+        patcher.patch(space, "f", lambda x: "mine")
+        assert space["f"](1) == "mine"
+        assert Thread(lambda: space["f"](1)).result() == 42
+        assert Thread(lambda: patcher.__exit__(None, None, None)).result() is None
+    assert space == {"f": leaf}
+
+
+# Slots.
+
+
+class Meta(type):
+    def __setattr__(cls, name, value):
+        raise AssertionError("user code under the lock")
+
+
+class Base(metaclass=Meta):
+    constant = 3
+
+    @staticmethod
+    def static(x):
+        return ("static", x)
+
+    def method(self, x):
+        return ("method", x)
+
+
+class Derived(Base):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "use"),
+    [
+        (Base, "static", lambda: Base().static(1)),
+        (Base, "constant", lambda: value() if callable(value := Base().constant) else value),
+        (Base, "method", lambda: Base().method(1)),
+        (Derived, "method", lambda: Derived().method(1)),
+    ],
+)
+def test_attributes_of_any_kind_dispatch_and_come_back(owner, name, use):
+    where = Places()
+    before, plain = vars(owner).get(name, MISSING), use()
+
+    def new(*args):
+        return "patched"
+
+    where.put(owner, name, new, getattr(owner, name))
+    try:
+        assert use() == "patched"
+        assert Thread(use).result() == plain
+    finally:
+        where.take(owner, name, new)
+    assert vars(owner).get(name, MISSING) is before
+    assert len(where) == 0
+
+
+def test_a_dispatcher_looks_like_what_it_stands_for():
+    where, space = Places(), {"leaf": leaf}
+    where.put(space, "leaf", lambda x: "mine", leaf)
+    dispatcher = space["leaf"]
+    assert (dispatcher.__name__, dispatcher.__module__, dispatcher.__qualname__) == ("leaf", leaf.__module__, "leaf")
+    assert inspect.signature(dispatcher) == inspect.signature(leaf)
+    assert dispatcher.__globals__ is leaf.__globals__
+    assert original_of(dispatcher) is leaf
+
+    def wrapper():
+        return dispatcher
+
+    wrapper.__dict__.update(dispatcher.__dict__)  # as functools.wraps does
+    assert not is_dispatcher(wrapper)
+
+
+def test_the_gate_refuses_another_shape(monkeypatch):
+    modules = {name: sys.modules[name] for name in module_hooks.PATCH.modules}
+
+    def revert_all_patches(self, how):
+        return how
+
+    revert_all_patches.__module__ = st.__name__
+    monkeypatch.setattr(st._Patcher, "revert_all_patches", revert_all_patches)
+    with pytest.raises(ShapeError, match=r"revert_all_patches has an unknown shape: \(self, how\)"):
+        module_hooks.PATCH.plan(modules)
