@@ -294,6 +294,20 @@ def test_a_patcher_may_be_left_in_another_thread():
     assert space == {"f": leaf}
 
 
+def test_a_bare_patcher_may_be_open_when_the_patch_comes_and_when_it_goes():
+    space, other = {"f": leaf}, {"f": leaf}
+    with st._Patcher() as patcher:
+        patcher.patch(space, "f", lambda x: "before")
+        with hooks():
+            patcher.patch(other, "f", lambda x: "between")
+            assert (space["f"](1), other["f"](1)) == ("before", "between")
+            patcher.revert_all_patches()
+            assert (space, other) == ({"f": leaf}, {"f": leaf})
+            patcher.reapply_all_patches()
+        assert (space["f"](1), other["f"](1)) == ("before", "between")
+    assert (space, other) == ({"f": leaf}, {"f": leaf})
+
+
 # Slots.
 
 

@@ -167,8 +167,10 @@ def _new_init(original: FunctionType) -> Callable[..., None]:
     ) -> None:
         modules = tuple(autowrap_modules)
         # torch walks through the modules' dictionaries and keeps the identities of what it finds.
-        seen = tuple(SimpleNamespace(**places.snapshot(vars(module))) for module in modules)
-        original(self, seen, tuple(map(places.seen_value, autowrap_functions)), param_shapes_constant)
+        seen = [SimpleNamespace() for _ in modules]
+        for stand_in, module in zip(seen, modules, strict=True):
+            vars(stand_in).update(places.snapshot(vars(module)))
+        original(self, tuple(seen), tuple(map(places.seen_value, autowrap_functions)), param_shapes_constant)
         self._autowrap_search = list(modules)
 
     return init

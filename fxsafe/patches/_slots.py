@@ -220,10 +220,6 @@ class Places:
             slots = [slot for stack in self._slots.values() for slot in stack]
         return [slot.dispatcher for slot in slots if original_of(slot.fallback) is original]
 
-    def original_at(self, owner: Any, name: str) -> Any:
-        """What the place holds, or held before it was patched."""
-        return original_of(_held(owner).get(name, MISSING))
-
     def follow(self, owner: Any, name: str, tell: Callable[[Any], None]) -> None:
         """Call ``tell``, under the lock, with what the place holds: now and whenever we change it."""
         with self.lock:
@@ -262,22 +258,25 @@ class Places:
             else:
                 slot.push(ident, new)
 
-    def take(self, owner: Any, name: str, new: Any) -> None:
-        """Undo one ``put`` of ``new``, also one that was interrupted half-way. Never raises for want of it."""
+    def take(self, owner: Any, name: str, new: Any) -> bool:
+        """Undo one ``put`` of ``new``, also one that was interrupted half-way.
+
+        Returns:
+            False if ``new`` is not in the place, as far as we put it there.
+        """
         with self.lock:
-            slots = self._slots.get((id(owner), name), ())
-            ident = get_ident()
-            for slot in reversed(slots):
-                if slot.drop(ident, new):
-                    break
-            else:
-                # Undone by another thread than it was made in: a patcher handed over, a generator closed by the GC.
-                for slot in reversed(slots):
-                    if any(slot.drop(other, new) for other in list(slot.stacks)):
-                        break
+            slots = self._slots.get((id(owner), name), [])
+            # Another thread than the one that put it undoes it when a patcher was handed over, or the GC closes it.
+            idents = [get_ident(), *(ident for slot in slots for ident in slot.stacks)]
+            dropped = any(slot.drop(ident, new) for ident in idents for slot in reversed(slots))
             for slot in list(slots):
                 if not slot.stacks:
                     self._close(slot)
+            return dropped
+
+    def holds(self, owner: Any, name: str, value: Any) -> bool:
+        """Whether the place holds this very object, without a dispatcher."""
+        return _held(owner).get(name, MISSING) is value
 
     def keep_only_this_thread(self) -> None:
         """Drop all replacements of other threads, and the lock: for a forked child."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from fxsafe.patches._slots import places
+from fxsafe.patches._slots import original_of, places
 from fxsafe.patches.base import Patch, Plan, ShapeError
 
 __all__ = ["PATCH"]
@@ -41,6 +41,8 @@ class _Follow:
         self._holders = holders
 
     def _set(self, value: Any) -> None:
+        if original_of(value) is not self._original:  # somebody else's patch, which is not to be taken for unpatched
+            value = self._original
         for holder in self._holders:
             vars(holder)[self._name] = value
 
@@ -63,8 +65,8 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
         original = vars(holders[0])[name]
         if any(vars(holder)[name] is not original for holder in holders):
             raise ShapeError(f"{name} is not the same object in all of Dynamo's modules")
-        if places.original_at(owner, attribute) is not original:
-            raise ShapeError(f"torch.nn.Module.{attribute} is not the object that {_UTILS}.{name} names")
+        if attribute not in vars(owner):
+            raise ShapeError(f"torch.nn.Module.{attribute} does not exist")
         edits.append(_Follow(name, owner, attribute, original, holders))
     if not edits:
         raise ShapeError(f"{_UTILS} has neither of {sorted(_NAMES)}")

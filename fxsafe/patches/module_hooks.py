@@ -191,8 +191,13 @@ def _put_record(self: Any) -> None:
     places.put(self.frame_dict, self.fn_name, self.new_fn, self.orig_fn)
 
 
-def _take_record(self: Any) -> None:
-    places.take(self.frame_dict, self.fn_name, self.new_fn)
+def _take_record_or(revert: FunctionType) -> Callable[..., Any]:
+    def take_record(self: Any) -> None:
+        put_by_us = places.take(self.frame_dict, self.fn_name, self.new_fn)
+        if not put_by_us and places.holds(self.frame_dict, self.fn_name, self.new_fn):
+            revert(self)  # a bare patcher's, older than this patch
+
+    return take_record
 
 
 # What differs between releases without a meaning: annotations, and assert statements written out.
@@ -251,7 +256,8 @@ def _record_edits(fx: Any, hide: Callable[..., None]) -> list[Edit]:
         if owner_name != "_Patcher":
             if getattr(owner, "_fields", None) != ("frame_dict", "fn_name", "orig_fn", "new_fn"):
                 raise ShapeError(f"{_FX}.{owner_name} has unknown fields")
-            methods = {"patch": _put_record, "revert": _take_record}
+            methods = {"patch": _put_record, "revert": _take_record_or(own_function(owner, "revert"))}
+            hide(*methods.values())
         for name, shape in known.items():
             _checked(owner, name, shape)
             if name in methods:
@@ -274,7 +280,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
         edits.append(_swap(functions, template, "<replacement>", replacement))
     edits.append(_CurrentPatcher(fx))
     edits += reader_edits(modules, hide)
-    hide(*places.dress(functions["_create_wrapped_func"].__code__), _put_record, _take_record)
+    hide(*places.dress(functions["_create_wrapped_func"].__code__))
     return Plan(edits, counters=lambda: {"patched_places": len(places), "patched_in_total": places.opened})
 
 
