@@ -30,7 +30,7 @@ _SYMPTOMS = {
     "overlapping_wrapped_functions": "leaf is another object",
     "overlapping_wrapped_methods": "Tensor.__getitem__ is another object",
     "overlapping_autowraps": "plain_leaf is another object",
-    "overlapping_nested_tracers": "CURRENT_PATCHER is None",
+    "overlapping_nested_tracers": "module is not installed as a submodule",
     "overlapping_overriding_tracers": "Module.__call__ is another object",
     "overlapping_bare_patchers": "plain_leaf is another object",
     "an_exception_ends_the_first": "leaf is another object",
@@ -100,7 +100,7 @@ def test_one_thread_gets_the_same_graph(name, tracer):
         t = tracer()
         graph = t.trace(_MODELS[name]())  # a new one each time: constants are stored on it
         metas = [{k: re.sub(r"<eval_with_key>\.\d+", "", str(v)) for k, v in n.meta.items()} for n in graph.nodes]
-        return nodes(graph), metas, str(graph.python_code("self").src), t.node_name_to_scope, t.num_calls
+        return nodes(graph), metas, str(graph.python_code("self").src), t.node_name_to_scope, t.scope.module_path
 
     plain = everything()
     with hooks():

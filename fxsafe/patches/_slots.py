@@ -68,11 +68,12 @@ class _Slot:
     Attributes:
         found: what the place held before, MISSING if nothing; this is what is put back.
         fallback: what a thread without replacements calls.
+        lasts: whether it is kept for the next time.
         stacks: thread ident -> its replacements, the newest last; never empty.
         tops: thread ident -> the last of its stack.
     """
 
-    __slots__ = ("dispatcher", "fallback", "found", "live", "name", "owner", "stacks", "tops")
+    __slots__ = ("dispatcher", "fallback", "found", "lasts", "live", "name", "owner", "stacks", "tops")
 
     def __init__(self, owner: Any, name: str, found: Any, fallback: Any) -> None:
         self.owner = owner
@@ -82,31 +83,40 @@ class _Slot:
         self.stacks: dict[int, list[Any]] = {}
         self.tops: dict[int, Any] = {}
         self.live = False
+        self.lasts = _is_permanent(owner)
         self.dispatcher: Any = None
 
     def push(self, ident: int, new: Any) -> None:
-        self.stacks.setdefault(ident, []).append(new)
+        stack = self.stacks.get(ident)
+        if stack is None:
+            self.stacks[ident] = [new]
+        else:
+            stack.append(new)
         self.tops[ident] = new
 
     def drop(self, ident: int, new: Any) -> bool:
         """Take the newest ``new`` off the thread's stack. False if it is not on it."""
         stack = self.stacks.get(ident, [])
+        if len(stack) == 1 and stack[0] is new:
+            self.forget(ident)
+            return True
         for i in range(len(stack) - 1, -1, -1):
             if stack[i] is new:
                 break
         else:
             return False
-        if len(stack) == 1:
-            self.forget(ident)
-        else:
-            if i == len(stack) - 1:
-                self.tops[ident] = stack[-2]
-            del stack[i]
+        if i == len(stack) - 1:
+            self.tops[ident] = stack[-2]
+        del stack[i]
         return True
 
     def forget(self, ident: int) -> None:
         self.tops.pop(ident, None)
         self.stacks.pop(ident, None)
+
+
+# The types of dispatchers. A first look at the type spares nearly every value the second one.
+_DISPATCHERS = (FunctionType, _Attribute)
 
 
 def _slot_of(value: Any) -> _Slot | None:
@@ -136,7 +146,7 @@ def _healed(value: Any) -> Any:
 
 
 def _held(owner: Any) -> Any:
-    return owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    return owner if type(owner) is dict or isinstance(owner, dict) else getattr(owner, "__dict__", {})
 
 
 class Places:
@@ -173,7 +183,8 @@ class Places:
 
     def seen(self, owner: Any, name: str) -> Any:
         """What ``owner`` itself holds as ``name`` in the eyes of the calling thread; MISSING if nothing."""
-        return self._seen(_held(owner).get(name, MISSING), owner, name)
+        value = _held(owner).get(name, MISSING)
+        return self._seen(value, owner, name) if type(value) in _DISPATCHERS else value
 
     def _seen(self, value: Any, owner: Any, name: str) -> Any:
         ident = get_ident()
@@ -232,6 +243,9 @@ class Places:
                 del self._followers[id(owner), name]
 
     def _write(self, owner: Any, name: str, value: Any) -> None:
+        if type(owner) is dict and value is not MISSING:
+            owner[name] = value
+            return
         _store(owner, name, value)
         if self._followers:
             tell = self._followers.get((id(owner), name))
@@ -247,16 +261,20 @@ class Places:
             fallback: what is called there now, for the case that the owner itself holds nothing: a builtin, or an
                 inherited attribute.
         """
-        ident = get_ident()
+        ident, key = get_ident(), (id(owner), name)
         with self.lock:
             found = _held(owner).get(name, MISSING)
-            slot = _slot_of(found)
-            if slot is None or not slot.live or slot.owner is not owner or slot.name != name:
-                slot = self._open(owner, name, _healed(found), fallback)
-                slot.push(ident, new)
-                self._write(owner, name, slot.dispatcher)
+            slot = self._closed.get(key)
+            if slot is not None and slot.found is found and slot.owner is owner and found is not MISSING:
+                self._reopen(key, slot)
             else:
-                slot.push(ident, new)
+                slot = _slot_of(found) if type(found) in _DISPATCHERS else None
+                if slot is not None and slot.live and slot.owner is owner and slot.name == name:
+                    slot.push(ident, new)
+                    return
+                slot = self._open(owner, name, _healed(found), fallback)
+            slot.push(ident, new)
+            self._write(owner, name, slot.dispatcher)
 
     def take(self, owner: Any, name: str, new: Any) -> bool:
         """Undo one ``put`` of ``new``, also one that was interrupted half-way.
@@ -266,10 +284,15 @@ class Places:
         """
         with self.lock:
             slots = self._slots.get((id(owner), name), [])
+            ident = get_ident()
+            if len(slots) == 1 and slots[0].drop(ident, new):
+                if not slots[0].stacks:
+                    self._close(slots[0])
+                return True
             # Another thread than the one that put it undoes it when a patcher was handed over, or the GC closes it.
-            idents = [get_ident(), *(ident for slot in slots for ident in slot.stacks)]
-            dropped = any(slot.drop(ident, new) for ident in idents for slot in reversed(slots))
-            for slot in list(slots):
+            idents = [ident, *(other for slot in slots for other in slot.stacks)]
+            dropped = any(slot.drop(other, new) for other in idents for slot in reversed(slots))
+            for slot in slots.copy():
                 if not slot.stacks:
                     self._close(slot)
             return dropped
@@ -293,28 +316,29 @@ class Places:
                 if not slot.stacks:
                     self._close(slot)
 
+    def _reopen(self, key: tuple[int, str], slot: _Slot) -> None:
+        slot.live = True
+        self._slots.setdefault(key, []).append(slot)
+        self._closed.pop(key, None)
+        self.opened += 1
+
     def _open(self, owner: Any, name: str, found: Any, fallback: Any) -> _Slot:
-        is_class = isinstance(owner, type)
-        if found is MISSING:
-            if is_class:
-                # Not the argument: it is what the calling thread sees, which may be its own.
-                fallback = next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), fallback)
-            elif isinstance(owner, dict):
-                fallback = getattr(builtins, name, fallback)
-            fallback = _healed(fallback)
-        else:
+        is_class, key = isinstance(owner, type), (id(owner), name)
+        if found is not MISSING:
             fallback = found
-        key = (id(owner), name)
-        slot = self._closed.pop(key, None)
+        elif is_class:
+            # Not the argument: it is what the calling thread sees, which may be its own.
+            fallback = _healed(next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), fallback))
+        elif isinstance(owner, dict):
+            fallback = getattr(builtins, name, fallback)
+        slot = self._closed.get(key)
         if slot is None or slot.owner is not owner or slot.found is not found or slot.fallback is not fallback:
             slot = _Slot(owner, name, found, fallback)
             if is_class and not isinstance(fallback, _BINDS_LIKE_A_FUNCTION):
                 slot.dispatcher = _Attribute(slot)
             else:
                 slot.dispatcher = self._dispatcher(slot, one_name=is_class and name == "__getattr__")
-        slot.live = True
-        self._slots.setdefault(key, []).append(slot)
-        self.opened += 1
+        self._reopen(key, slot)
         return slot
 
     def _dispatcher(self, slot: _Slot, one_name: bool) -> FunctionType:
@@ -343,16 +367,17 @@ class Places:
         return dispatcher
 
     def _close(self, slot: _Slot) -> None:
-        if _held(slot.owner).get(slot.name, MISSING) is slot.dispatcher:
-            self._write(slot.owner, slot.name, _healed(slot.found))
+        owner, name, found = slot.owner, slot.name, slot.found
+        if _held(owner).get(name, MISSING) is slot.dispatcher:
+            self._write(owner, name, _healed(found) if type(found) in _DISPATCHERS else found)
         slot.live = False
-        key = (id(slot.owner), slot.name)
+        key = (id(owner), name)
         slots = self._slots.get(key, [])
         if slot in slots:
             slots.remove(slot)
         if not slots:
             self._slots.pop(key, None)
-            if _is_permanent(slot.owner):
+            if slot.lasts:
                 self._closed[key] = slot
 
 
