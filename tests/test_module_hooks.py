@@ -93,13 +93,21 @@ class StackTraces(torch.fx.Tracer):
         self.record_stack_traces = True
 
 
+def _comparable(text: str) -> str:
+    """A stack trace without what counts up; where torch records whole stacks (2.5), the traced code's part of it."""
+    text = re.sub(r"<eval_with_key>\.\d+", "", text)
+    if "_pytest" in text:
+        return str(re.findall(r'File "([^"]+)", line (\d+), in (forward|body)\b', text))
+    return text
+
+
 @pytest.mark.parametrize("tracer", [torch.fx.Tracer, StackTraces])
 @pytest.mark.parametrize("name", _MODELS)
 def test_one_thread_gets_the_same_graph(name, tracer):
     def everything():
         t = tracer()
         graph = t.trace(_MODELS[name]())  # a new one each time: constants are stored on it
-        metas = [{k: re.sub(r"<eval_with_key>\.\d+", "", str(v)) for k, v in n.meta.items()} for n in graph.nodes]
+        metas = [{k: _comparable(str(v)) for k, v in n.meta.items()} for n in graph.nodes]
         return nodes(graph), metas, str(graph.python_code("self").src), t.node_name_to_scope, t.scope.module_path
 
     plain = everything()
