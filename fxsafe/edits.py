@@ -218,15 +218,18 @@ class ModuleProperties:
     def __init__(self, target: str, module: ModuleType, properties: dict[str, property]) -> None:
         self.target = target
         self._module = module
-        self._original = type(module)
-        namespace: dict[str, Any] = {
-            # Pickling by type (cloudpickle's dispatch table) knows ModuleType only.
-            "__reduce__": lambda self: (_import_by_name, (self.__name__,)),
-            "__module__": __name__,
-        }
-        self._class: Any = _SeenAsModuleType(self._original.__name__, (self._original,), namespace | dict(properties))
+        self._properties = properties
+        self._original: type = type(module)
+        self._class: Any = None
 
     def apply(self) -> None:
+        self._original = type(self._module)  # another edit's by now, perhaps; that one's properties are inherited
+        namespace: dict[str, Any] = {
+            # Pickling by type (cloudpickle's dispatch table) knows ModuleType only.
+            "__reduce__": lambda module: (_import_by_name, (module.__name__,)),
+            "__module__": __name__,
+        }
+        self._class = _SeenAsModuleType(self._original.__name__, (self._original,), namespace | self._properties)
         self._module.__class__ = self._class
 
     def undo(self) -> bool:

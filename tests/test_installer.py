@@ -151,7 +151,7 @@ def test_info_has_a_complete_record_for_every_patch_at_any_time():
             assert set(record) == keys
             assert record["status"] in {"active", "not-needed", "waiting", "unsupported", "disabled"}
             assert record["torch"] == torch.__version__
-            assert record["upstream"].startswith("https://github.com/pytorch/pytorch/")
+            assert record["upstream"].startswith("https://github.com/pytorch/")
             assert record["reason"] or record["status"] == "active"
         if install is not None:
             fxsafe.uninstall()

@@ -340,7 +340,7 @@ def test_the_bodies_keep_their_file_lines_and_names() -> None:
         code = function.__code__
         return code.co_filename, code.co_firstlineno, code.co_name, code.co_flags, list(code.co_lines())[-1][2]
 
-    functions = [fx_traceback.set_current_meta.__wrapped__, torch._ops.OpOverload._get_dispatch]  # type: ignore[attr-defined]
+    functions = [fx_traceback.set_current_meta.__wrapped__, torch._ops.mode_stack_state_for_pre_dispatch]  # type: ignore[attr-defined]
     before = [where(function) for function in functions]
     with applied(*OURS):
         assert [where(function) for function in functions] == before

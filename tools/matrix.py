@@ -25,8 +25,8 @@ FIXES = ("thread-local", "always-false")
 HEAD = """# The release matrix
 
 Written by `make matrix`: the test suite and `fxsafe doctor` on real releases, one at a time, in throw-away
-environments. A fault is `fails` where plain torch shows it, `-` where it does not; behind the arrow, what the same program does with
-fxsafe. `can't try`: it needs what that machine lacks. `advice` marks faults that no patch claims.
+environments. A fault is `fails` where plain torch shows it, `-` where it does not; behind the arrow, what the same
+program does with fxsafe. `can't try`: it needs what that machine lacks. `advice` marks faults that no patch claims.
 """
 
 

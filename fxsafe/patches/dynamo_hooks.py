@@ -79,4 +79,6 @@ PATCH = Patch(
     upstream=("https://github.com/pytorch/pytorch/issues/112775",),
     modules=("torch", "torch.nn", *_MODULES),
     plan=_plan,
+    # Dynamo is imported by the first compile, which may run beside a trace and must not wait for its end.
+    quiet=False,
 )

@@ -51,23 +51,6 @@ class _Current(threading.local):
 _current = _Current()
 
 
-class _CurrentPatcher:
-    """``CURRENT_PATCHER`` as a property of the module, on top of the class that the module has by then."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self.target = f"{_FX}.CURRENT_PATCHER"
-        self._module = module
-        self._edit: ModuleProperties | None = None
-
-    def apply(self) -> None:
-        mine = property(lambda _: _current.patcher, lambda _, value: setattr(_current, "patcher", value))
-        self._edit = ModuleProperties(self.target, self._module, {"CURRENT_PATCHER": mine})
-        self._edit.apply()
-
-    def undo(self) -> bool:
-        return self._edit is None or self._edit.undo()
-
-
 # torch's two context managers again, with the thread's patcher in the global's place.
 
 
@@ -278,7 +261,8 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     for template, replacement in _wrapping(fx).items():
         hide(replacement)
         edits.append(_swap(functions, template, "<replacement>", replacement))
-    edits.append(_CurrentPatcher(fx))
+    mine = property(lambda _: _current.patcher, lambda _, value: setattr(_current, "patcher", value))
+    edits.append(ModuleProperties(f"{_FX}.CURRENT_PATCHER", fx, {"CURRENT_PATCHER": mine}))
     edits += reader_edits(modules, hide)
     hide(*places.dress(functions["_create_wrapped_func"].__code__))
     return Plan(edits, counters=lambda: {"patched_places": len(places), "patched_in_total": places.opened})
