@@ -34,30 +34,9 @@ HOOKS = ("module-hooks", "dynamo-hooks")
 @contextmanager
 def hooks(wanted: bool = True) -> Iterator[None]:
     """fxsafe with or without the patches under test; always with the others."""
-    from fxsafe.patches import CATALOGUE
-
-    if HOOKS[0] in [patch.name for patch in CATALOGUE]:
-        os.environ["FXSAFE_DISABLE"] = "" if wanted else ",".join(HOOKS)
-        with fxsafe.install():
-            yield
-        return
-    from fxsafe.patches import dynamo_hooks, module_hooks
-
-    edits = []
-    if wanted:
-        os.register_at_fork(after_in_child=module_hooks.PATCH.after_fork_in_child)
+    os.environ["FXSAFE_DISABLE"] = "" if wanted else ",".join(HOOKS)
     with fxsafe.install():
-        for patch in (module_hooks.PATCH, dynamo_hooks.PATCH) if wanted else ():
-            if all(name in sys.modules for name in patch.modules):
-                plan = patch.plan({name: sys.modules[name] for name in patch.modules})
-                for edit in plan.edits:
-                    edit.apply()
-                    edits.append(edit)
-        try:
-            yield
-        finally:
-            for edit in reversed(edits):
-                assert edit.undo(), edit.target
+        yield
 
 
 class Stop:

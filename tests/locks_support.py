@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fxsafe.patches.base import NotNeeded
+import fxsafe
 
 _HERE = Path(__file__).parent
 # Long enough for cold imports on a loaded machine; a program that hangs is the failure itself.
@@ -31,20 +31,11 @@ def plan_of(name: str) -> Any:
 @contextlib.contextmanager
 def applied(*names: str) -> Iterator[None]:
     """These patches and no other while the block runs."""
-    applied_plans = []
     for name in names:
-        plan = plan_of(name)
-        if isinstance(plan, NotNeeded):
-            continue
-        for edit in plan.edits:
-            edit.apply()
-        applied_plans.append(plan)
-    try:
+        for module in patch(name).modules:
+            importlib.import_module(module)
+    with fxsafe.install(patches=names) if names else contextlib.nullcontext():
         yield
-    finally:
-        for plan in reversed(applied_plans):
-            undone = [edit.undo() for edit in reversed(plan.edits)]
-            assert all(undone)
 
 
 def run(program: str, *names: str) -> subprocess.CompletedProcess[str]:
