@@ -15,7 +15,7 @@ ARGS ?=
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fxsafe needs Python 3.10 or newer; say make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet torch==$(TORCH) numpy
+	$(VENV)/bin/python -m pip install --quiet torch==$(TORCH)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[test,lint]'
 	touch $@
 
@@ -24,7 +24,7 @@ demo: $(READY)
 	$(VENV)/bin/python -m fxsafe doctor
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -38,17 +38,19 @@ def one(release: str, keep: bool) -> dict[str, object]:
     """Install ``release``, run everything, remove it; a row of the matrix."""
     venv = WORK / release
     shutil.rmtree(venv, ignore_errors=True)
-    row: dict[str, object] = {"release": release, "python": platform.python_version()}
+    commit = run("git", "rev-parse", "--short", "HEAD", stdout=subprocess.PIPE, check=True).stdout.strip()
+    row: dict[str, object] = {"release": release, "python": platform.python_version(), "commit": commit}
     try:
         run(sys.executable, "-m", "venv", venv, check=True)
         python = venv / "bin" / "python"
-        numpy = "numpy<2.3" if release < "2.6" or release.startswith("2.5") else "numpy"
-        run(python, "-m", "pip", "install", "--quiet", f"torch=={release}", numpy, check=True)
+        run(python, "-m", "pip", "install", "--quiet", f"torch=={release}", check=True)
         run(python, "-m", "pip", "install", "--quiet", "--editable", ".[test]", check=True)
         start = time.monotonic()
         log = WORK / f"{release}.log"
         with log.open("w") as out:
-            tests = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", stdout=out, stderr=subprocess.STDOUT)
+            tests = run(
+                python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", stdout=out, stderr=subprocess.STDOUT
+            )
         row["seconds"] = round(time.monotonic() - start)
         counts = re.findall(r"(\d+) (passed|failed|skipped|error)", log.read_text().splitlines()[-1])
         row["tests"] = {kind: int(number) for number, kind in counts} | {"exit": tests.returncode}
@@ -71,13 +73,18 @@ def cell(fault: dict[str, str] | None) -> str:
 
 
 def write(rows: dict[str, dict[str, object]]) -> None:
-    parts = [HEAD, "\n## The suite\n", "| torch | Python | passed | failed | skipped | seconds |", "|---|" + "---|" * 5]
+    parts = [
+        HEAD,
+        "\n## The suite\n",
+        "| torch | Python | commit | passed | failed | skipped | seconds |",
+        "|---|" + "---|" * 6,
+    ]
     for release in sorted(rows, key=lambda r: [int(n) for n in r.split(".")]):
         tests = rows[release]["tests"]
         assert isinstance(tests, dict)
         failed = tests.get("failed", 0) + tests.get("error", 0)
         parts.append(
-            f"| {release} | {rows[release]['python']} | {tests.get('passed', 0)} | {failed} "
+            f"| {release} | {rows[release]['python']} | {rows[release]['commit']} | {tests.get('passed', 0)} | {failed} "
             f"| {tests.get('skipped', 0)} | {rows[release]['seconds']} |"
         )
     for fix in FIXES:

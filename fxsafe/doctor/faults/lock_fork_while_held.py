@@ -10,6 +10,9 @@ import threading
 import time
 from typing import Any
 
+# Dynamo saves CUDA's random state around a compile, and torch refuses to touch CUDA in a child of a process that has.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import torch
 
 from fxsafe.doctor.faults._kit import WAIT, Task, cannot, finish
