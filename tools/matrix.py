@@ -67,7 +67,7 @@ def one(release: str, keep: bool) -> dict[str, object]:
 def cell(fault: dict[str, str] | None) -> str:
     if fault is None:
         return ""
-    words = {"fails": "fails", "bug": "fails", "ok": "-", "hangs": "hangs", "cannot": "can't try"}
+    words = {"fault": "fails", "ok": "-", "cannot-try": "can't try"}
     plain, ours = (words.get(str(fault[k]), str(fault[k])) for k in ("plain", "with_fxsafe"))
     return plain if plain == ours == "-" or plain == ours == "can't try" else f"{plain} → {ours}"
 
@@ -83,10 +83,9 @@ def write(rows: dict[str, dict[str, object]]) -> None:
         tests = rows[release]["tests"]
         assert isinstance(tests, dict)
         failed = tests.get("failed", 0) + tests.get("error", 0)
-        parts.append(
-            f"| {release} | {rows[release]['python']} | {rows[release]['commit']} | {tests.get('passed', 0)} | {failed} "
-            f"| {tests.get('skipped', 0)} | {rows[release]['seconds']} |"
-        )
+        row = rows[release]
+        cells = [release, row["python"], row["commit"], tests.get("passed", 0), failed, tests.get("skipped", 0)]
+        parts.append("| " + " | ".join(map(str, [*cells, row["seconds"]])) + " |")
     for fix in FIXES:
         releases = sorted(rows, key=lambda r: [int(n) for n in r.split(".")])
         parts += ["", f'## Faults, plain torch → with `fix="{fix}"`', ""]
