@@ -2,14 +2,16 @@
 # make test      the test suite;  TORCH=2.14.1 chooses another release
 # make lint      style, types
 # make bench     what fxsafe costs, as ratios
+# make soak      everything that traces, at once, for MINUTES (10), every result compared with a serial run
 # make matrix    the suite on every supported release, one at a time; writes docs/matrix.md
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= .venv-$(TORCH)
 READY := $(VENV)/.ready
 ARGS ?=
+MINUTES ?= 10
 
-.PHONY: demo test lint bench matrix clean
+.PHONY: demo test lint bench soak matrix clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml
@@ -33,6 +35,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/core.py $(ARGS)
+
+soak: $(READY)
+	$(VENV)/bin/python -W ignore tools/soak.py --minutes $(MINUTES) $(ARGS)
 
 matrix:
 	$(PYTHON) tools/matrix.py $(ARGS)
