@@ -1,6 +1,6 @@
 """Installing, undoing and reporting: one installation per process, counted, all or nothing.
 
-Everything here is guarded by ``traces.changed``. Nothing is imported and no hook is registered while it is held,
+Everything here is guarded by ``traces.lock``. Nothing is imported and no hook is registered while it is held,
 because the import of torch ends in our own hook, which takes it.
 """
 
@@ -37,6 +37,10 @@ __all__ = [
 # How long a change waits for traces on other threads, in seconds. A cold compile of a large model traces for tens of
 # seconds; beyond this the caller is told who traces and where.
 QUIET_TIMEOUT_S = 60.0
+
+# How an environment variable says yes and no.
+_ON = ("1", "true", "yes", "on")
+_OFF = ("0", "false", "no", "off")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -83,7 +87,7 @@ class _Applied(NamedTuple):
 
 
 class _State:
-    """What is installed; guarded by ``traces.changed``."""
+    """What is installed; guarded by ``traces.lock``."""
 
     def __init__(self) -> None:
         self.handles: list[Installation] = []
@@ -116,7 +120,7 @@ class Installation:
             FxsafeError: this thread is inside a trace, or another thread's trace outlasted ``timeout``. The
                 installation is then as it was, and ``uninstall`` can be called again.
         """
-        with traces.changed:
+        with traces.lock:
             if self not in _state.handles:
                 return
             if len(_state.handles) > 1 or not _state.applied:
@@ -124,11 +128,14 @@ class Installation:
                 _reset_if_last()
                 return
             with traces.quiet("fxsafe.uninstall()", timeout, lambda: _state.handles == [self]) as alone:
-                if alone:
-                    _undo_all()
-                if self in _state.handles:
-                    _state.handles.remove(self)
-                _reset_if_last()
+                try:
+                    if alone:
+                        _undo_all()
+                finally:
+                    if not alone or not _state.applied:
+                        if self in _state.handles:
+                            _state.handles.remove(self)
+                        _reset_if_last()
         _warn_of_left()
 
     def __enter__(self) -> Installation:
@@ -142,17 +149,20 @@ class Installation:
 
 
 def _env_flag(name: str) -> bool:
-    return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no")
+    return os.environ.get(name, "").strip().lower() not in ("", *_OFF)
 
 
 def _names(where: str, names: Iterable[str]) -> tuple[str, ...]:
     known = [p.name for p in CATALOGUE]
     if isinstance(names, str):
         raise FxsafeError(f"{where} takes a list of patch names, not the string {names!r}; known: {', '.join(known)}")
-    names = tuple(names)
+    try:
+        names = tuple(names)
+    except TypeError:
+        raise FxsafeError(f"{where} takes a list of patch names, not {names!r}") from None
     if unknown := [n for n in names if n not in known]:
         raise FxsafeError(f"{where} names unknown patches {unknown}; known: {', '.join(known)}")
-    return names
+    return tuple(n for n in known if n in names)  # in one order, whoever wrote them down
 
 
 def _make_request(fix: str, patches: Iterable[str] | None, strict: bool | None) -> _Request:
@@ -161,7 +171,7 @@ def _make_request(fix: str, patches: Iterable[str] | None, strict: bool | None) 
     chosen = None if patches is None else _names("install(patches=...)", patches)
     env = os.environ.get("FXSAFE_DISABLE", "").strip()
     off: tuple[str, ...] = ()
-    if env and env.lower() not in ("1", "true", "yes", "0", "false", "no"):
+    if env and env.lower() not in (*_ON, *_OFF):
         off = _names("FXSAFE_DISABLE", [n.strip() for n in env.split(",") if n.strip()])
     elif _env_flag("FXSAFE_DISABLE"):
         off = tuple(p.name for p in CATALOGUE)
@@ -210,7 +220,7 @@ def install(
     if request.strict and torch_version is None and any(request.wants(p) for p in CATALOGUE):
         _refuse_by_metadata()
     handle = Installation(fix)
-    with traces.changed:
+    with traces.lock:
         while traces.state.changing and not _state.handles and not traces.in_flight_here():
             traces.changed.wait()
         if _state.handles:
@@ -353,7 +363,7 @@ def _apply_edits(chosen: list[tuple[Patch, Plan]], done: list[_Applied]) -> None
 
 def _arrived() -> None:
     """A module that some patch waits for was imported; runs inside the user's import and so must not raise."""
-    with traces.changed:
+    with traces.lock:
         request = _state.request
         if not _state.handles or request is None:
             return
@@ -382,7 +392,19 @@ def _warn_without_raising(message: str) -> None:
 
 def _undo_all() -> None:
     """Undo every edit, newest first, whatever one of them does."""
-    failures = []
+    failures: list[BaseException] = []
+    while _state.applied or _state.register is not None:
+        try:
+            _undo_rest(failures)
+        except Exception:
+            raise
+        except BaseException as error:  # Ctrl-C: half of our patches would stay; undoing may be repeated
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _undo_rest(failures: list[BaseException]) -> None:
     while _state.applied:
         applied = _state.applied[-1]
         try:
@@ -399,8 +421,6 @@ def _undo_all() -> None:
         if not _state.register.undo():
             _state.left.append(_state.register.target)
         _state.register = None
-    if failures:
-        raise failures[0]
 
 
 def _reset_if_last() -> None:
@@ -423,7 +443,7 @@ def uninstall(timeout: float = QUIET_TIMEOUT_S) -> None:
     Raises:
         FxsafeError: nothing is installed, or see ``Installation.uninstall``.
     """
-    with traces.changed:
+    with traces.lock:
         if not _state.handles:
             raise FxsafeError("fxsafe.uninstall(): nothing is installed")
         handle = _state.handles[-1]
@@ -455,9 +475,12 @@ class installed:
         return handle
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        handle = self._handles[-1]
-        handle.uninstall()
-        self._handles.remove(handle)
+        handle = self._handles.pop()  # in one step: another thread may leave its block at the same moment
+        try:
+            handle.uninstall()
+        except BaseException:
+            self._handles.append(handle)
+            raise
 
     def __call__(self, function: _F) -> _F:
         import inspect
@@ -491,7 +514,7 @@ class installed:
 
 def info() -> list[PatchInfo]:
     """What fxsafe did to this process, one record a patch, in the order in which patches are applied."""
-    with traces.changed:
+    with traces.lock:
         request = _state.request
         edits = {a.patch.name: (a.plan, [e.target for e in a.edits]) for a in _state.applied}
         records: list[PatchInfo] = []

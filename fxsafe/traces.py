@@ -26,6 +26,7 @@ __all__ = [
     "FX",
     "changed",
     "in_flight_here",
+    "lock",
     "quiet",
     "register_edit",
     "state",
@@ -40,7 +41,10 @@ _LOOK_AGAIN_S = 0.002
 
 # One lock for the register and for everything that is installed: a trace cannot begin while patches change, and
 # nobody waits while holding it (a condition's wait releases it).
-changed = threading.Condition(threading.RLock())
+# ``with lock`` and not ``with changed``: a condition enters and leaves by functions of Python, in front of which Ctrl-C
+# may come, and the lock would stay taken for ever.
+lock = threading.RLock()
+changed = threading.Condition(lock)
 
 
 class _State:
@@ -109,13 +113,13 @@ def quiet(what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: 
         FxsafeError: the calling thread itself is inside a trace, or the time is over. The stacks of the tracing
             threads are in the message.
     """
-    with changed:
+    with lock:
         if in_flight_here():
             raise FxsafeError(
                 f"{what} was called inside a trace on this thread: patches cannot change under a running trace. "
                 "Call it before or after the trace."
             )
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
         while state.changing and still_wanted():
             if not changed.wait(max(0.0, deadline - time.monotonic())):
                 raise FxsafeError(f"{what} waited {timeout:g} s for another thread that installs or uninstalls")
@@ -142,7 +146,7 @@ def quiet(what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: 
 
 def _enter() -> None:
     me = get_ident()
-    with changed:
+    with lock:
         # A trace nested in one that is waited for must go on, or the wait could not end.
         while state.changing and me not in state.depth and not _traces_on_stack(sys._getframe()):
             changed.wait()
@@ -151,13 +155,14 @@ def _enter() -> None:
         state.most_at_once = max(state.most_at_once, len(state.depth))
 
 
-def _leave() -> None:
+def _leave(depth: int) -> None:
+    """Put the calling thread's depth back to what it was before ``_enter``; may be repeated."""
     me = get_ident()
-    with changed:
-        if state.depth[me] > 1:
-            state.depth[me] -= 1
+    with lock:
+        if depth:
+            state.depth[me] = depth
         else:
-            del state.depth[me]
+            state.depth.pop(me, None)
             if state.changing:
                 changed.notify_all()
 
@@ -195,11 +200,16 @@ def register_edit(module: ModuleType) -> Edit:
 
     def wrap(original: FunctionType) -> Callable[..., Any]:
         def registered_trace(self: Any, root: Any, concrete_args: Any = None) -> Any:
-            _enter()
+            depth = state.depth.get(get_ident(), 0)
             try:
+                _enter()
                 return original(self, root, concrete_args)
             finally:
-                _leave()
+                try:
+                    _leave(depth)
+                except BaseException:
+                    _leave(depth)  # Ctrl-C on the way: nobody else would
+                    raise
 
         hide(registered_trace, _enter, _leave)
         return registered_trace

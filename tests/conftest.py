@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ import torch.fx._symbolic_trace as st
 from torch import nn
 
 import fxsafe
+
+# A shell that starts us in the background has SIGINT ignored, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first compile replaces Tracer.trace and others for good (torch._dynamo.eval_frame.TorchPatcher).
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))

@@ -251,6 +251,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeTrials]:
     }
     FakeTrials.records = [{"name": "tracing-flag", "status": "active", "reason": ""}]
     monkeypatch.setattr(examination, "Trials", FakeTrials)
+    monkeypatch.setenv("COLUMNS", "120")
     return FakeTrials
 
 

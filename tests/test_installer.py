@@ -111,6 +111,7 @@ def test_another_fix_or_other_patches_are_refused_and_both_are_named():
         ({"fix": "thread_local"}, "'thread-local', 'always-false'"),
         ({"patches": ["tracing-flags"]}, r"unknown patches \['tracing-flags'\]; known: tracing-flag"),
         ({"patches": "tracing-flag"}, "not the string"),
+        ({"patches": 1}, "takes a list of patch names, not 1"),
         ({"patches": ["guard-override"]}, "goes with fix='always-false'"),
     ],
 )
@@ -286,6 +287,66 @@ def test_uninstall_waits_for_a_trace_on_another_thread_and_then_succeeds():
         assert fxsafe.is_installed()
         gate.let_out.set()
         leaving.result()
+    assert not fxsafe.is_installed()
+
+
+def test_two_threads_leave_blocks_of_one_installed_object_at_the_same_moment():
+    both = fxsafe.installed(FIX)
+    entered = threading.Barrier(2)
+    undone = []
+    original = installer.Installation.uninstall
+
+    def meets(handle):
+        # Both are inside __exit__ now, between taking their handle and having given it back.
+        entered.wait(60)
+        original(handle)
+        undone.append(handle)
+
+    def block():
+        with both:
+            entered.wait(60)
+
+    installer.Installation.uninstall = meets
+    try:
+        for task in [Task(block), Task(block)]:
+            task.result()
+    finally:
+        installer.Installation.uninstall = original
+    assert len(set(map(id, undone))) == 2
+    assert not fxsafe.is_installed()
+
+
+@pytest.mark.parametrize("point", range(1, 40))
+def test_ctrl_c_at_any_function_of_ours_leaves_a_trace_nothing_behind(point):
+    """CPython delivers signals at the entry of a Python function; so does this."""
+    import sys
+
+    ours = os.path.dirname(installer.__file__)
+    count = 0
+
+    def interrupt(frame, event, arg):
+        nonlocal count
+        if event == "call" and (
+            frame.f_code.co_filename.startswith(ours) or frame.f_code.co_name in ("__enter__", "__exit__")
+        ):
+            count += 1
+            if count == point:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+        return
+
+    with fxsafe.install():
+        torch.fx.symbolic_trace(nn.ReLU())
+        sys.setprofile(interrupt)
+        try:
+            torch.fx.symbolic_trace(nn.ReLU())
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert traces.state.depth == {}
+        assert not st.is_fx_tracing()
+        assert Task(lambda: torch.fx.symbolic_trace(nn.ReLU()).code).result()
     assert not fxsafe.is_installed()
 
 

@@ -37,7 +37,8 @@ def _word(outcome: Outcome) -> str:
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
     columns = [
-        textwrap.wrap(cell, width, break_on_hyphens=False) or [""] for cell, width in zip(cells, widths, strict=True)
+        textwrap.wrap(cell, width, break_on_hyphens=False, break_long_words=False) or [""]
+        for cell, width in zip(cells, widths, strict=True)
     ]
     height = max(map(len, columns))
     rows = zip(*(column + [""] * (height - len(column)) for column in columns), strict=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -135,7 +135,7 @@ def _wrap_get_key(original: FunctionType) -> Callable[..., Any]:
 # Tracers.
 
 
-class _Counter:
+class _Counter(MutableMapping[str, int]):
     """A dictionary of counters per thread, each beginning where torch's own stood."""
 
     def __init__(self, start: Mapping[str, int]) -> None:
@@ -153,6 +153,18 @@ class _Counter:
 
     def __setitem__(self, prefix: str, value: int) -> None:
         self._mine()[prefix] = value
+
+    def __contains__(self, prefix: object) -> bool:
+        return prefix in self._mine()  # asking by the value would store one
+
+    def __delitem__(self, prefix: str) -> None:
+        del self._mine()[prefix]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mine())
+
+    def __len__(self) -> int:
+        return len(self._mine())
 
 
 def _new_init(original: FunctionType) -> Callable[..., None]:

@@ -26,7 +26,7 @@ import traceback
 import weakref
 from _thread import get_ident
 from collections.abc import Iterator, Mapping
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from fxsafe.dynamo import frame_hider
@@ -81,35 +81,42 @@ class CompileLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As ``RLock.acquire``; a wait without a time limit that becomes long is reported to the log."""
-        if blocking and timeout == -1:
-            if not self._lock.acquire(False):
-                self._wait()
-        elif not self._lock.acquire(blocking, timeout):
-            return False
-        self._take()
+        owned = self._lock._is_owned()
+        try:
+            if blocking and timeout == -1:
+                if not self._lock.acquire(False):
+                    self._wait()
+            elif not self._lock.acquire(blocking, timeout):
+                return False
+            self._take()
+        except BaseException:
+            # Ctrl-C after the lock was taken: who gets no answer does not release.
+            if not owned and self._lock._is_owned():
+                self.release()
+            raise
         return True
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """As ``RLock.release``.
 
         Raises:
             RuntimeError: the calling thread does not hold the lock.
         """
-        held = self._held
-        if held.depth and self._lock._is_owned():
-            held.depth -= 1
-            if not held.depth:
+        held, owned = self._held, True
+        try:
+            owned = self._lock._is_owned()
+            if owned and held.depth == 1:
                 self._holder = None
                 self._set(held.multithreading)
-        self._lock.release()
+        finally:
+            if owned and held.depth:
+                held.depth -= 1
+            self._lock.release()
 
     def __enter__(self) -> bool:
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.release()
+    __exit__ = release  # one function less in front of which Ctrl-C may come
 
     def __getattr__(self, name: str) -> Any:
         if name == "_lock":  # not there yet: copying and unpickling look before __init__ has run
@@ -121,12 +128,12 @@ class CompileLock:
 
     def _take(self) -> None:
         held = self._held
-        if not held.depth:
+        held.depth += 1
+        if held.depth == 1:
             held.multithreading = self._get()
             self._set(False)
             self._holder = get_ident()
             self.taken += 1
-        held.depth += 1
 
     def _wait(self) -> None:
         self.waited += 1

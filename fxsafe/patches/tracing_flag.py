@@ -27,7 +27,7 @@ from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, CodeWrap, Edit, ModuleProperties, code_with_constants
 from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
 from fxsafe.shapes import Shape, own_function, require, shape_of
-from fxsafe.traces import FX, changed, state, trace_function, trace_template
+from fxsafe.traces import FX, lock, state, trace_function, trace_template
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ class _Global:
 
     def tidy(self) -> None:
         """Overlapping traces leave a stale True in the global, where ``mock.patch`` and the like would find it."""
-        with changed:
+        with lock:
             if self._applied and not state.depth:
                 self._globals[_NAME] = self._value
 
@@ -154,7 +154,10 @@ def _trace_edit(module: ModuleType, kept: _Global) -> Edit:
                 set_flag(True)
                 return original(self, root, concrete_args)
             finally:
-                set_flag(previous)
+                # Not by a call: Ctrl-C may come in front of a function's first line.
+                flag.tracing = previous
+                if not previous:
+                    _marked.discard(get_ident())
                 kept.tidy()
 
         hide(flagged_trace, set_flag)
