@@ -1,0 +1,131 @@
+"""What a slot of a block may attend to: one predicate, as a dense mask and as a block mask of flex_attention.
+
+Keys are the S context positions followed by all N * K block slots. A slot sees the context strictly before its
+anchor (at inference the target has not produced the anchor's hidden state yet) and its own block; nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from fxsafe.dflash.compiling import compile_here
+from fxsafe.dflash.config import DrafterConfig
+
+__all__ = ["LayerView", "block_masks", "dense_masks", "layer_views", "visible"]
+
+Mask = Tensor | BlockMask
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerView:
+    """What distinguishes the sight of one layer from that of another."""
+
+    window: int | None
+    causal: bool
+
+
+def layer_views(config: DrafterConfig) -> tuple[LayerView, ...]:
+    """The view of each layer of a drafter."""
+    return tuple(LayerView(config.layer_window(i), config.layer_is_causal(i)) for i in range(config.num_hidden_layers))
+
+
+def visible(
+    view: LayerView,
+    block: int,
+    context: int,
+    anchors_BN: Tensor,
+    keep_BN: Tensor,
+    b: Tensor,
+    query: Tensor,
+    key: Tensor,
+) -> Tensor:
+    """The predicate, of index tensors that are broadcast against each other (0-dimensional under flex_attention).
+
+    Args:
+        view: of the layer.
+        block: K, slots of a block.
+        context: S, context positions.
+        anchors_BN: int64, position of each block's anchor.
+        keep_BN: bool, false for blocks that only fill up the fixed number.
+        b: sequence of the micro-batch.
+        query: slot indices in [0, N * K); flex_attention also evaluates indices beyond, which see nothing.
+        key: key indices in [0, S + N * K).
+
+    Returns:
+        bool, of the broadcast shape.
+
+    An unused block sees itself all the same: a row that sees nothing is 0/0 in a softmax, and the loss masks it anyway.
+    """
+    blocks = anchors_BN.shape[1]
+    index = query // block
+    inside = index < blocks
+    index = index.clamp(max=blocks - 1)
+    # One index operation with both indices: flex cannot read a row first and index it then.
+    anchor = anchors_BN[b, index]
+    in_context = (key < context) & (key < anchor) & keep_BN[b, index]
+    if view.window is not None:
+        in_context = in_context & (anchor + query % block - key < view.window)
+    in_block = (key >= context) & ((key - context) // block == index)
+    if view.causal:
+        in_block = in_block & ((key - context) % block <= query % block)
+    return (in_context | in_block) & inside
+
+
+def dense_masks(config: DrafterConfig, anchors_BN: Tensor, keep_BN: Tensor, context: int) -> tuple[Tensor, ...]:
+    """For each layer a bool mask [B, 1, Q, S + Q], true where a slot may look; layers with one view share a tensor."""
+    slots = anchors_BN.shape[1] * config.block_size
+    device = anchors_BN.device
+    b_B11 = torch.arange(anchors_BN.shape[0], device=device)[:, None, None]
+    query_Q1 = torch.arange(slots, device=device)[:, None]
+    key_1T = torch.arange(context + slots, device=device)[None, :]
+    made: dict[LayerView, Tensor] = {}
+    for view in layer_views(config):
+        if view not in made:
+            made[view] = visible(view, config.block_size, context, anchors_BN, keep_BN, b_B11, query_Q1, key_1T)[
+                :, None
+            ]
+    return tuple(made[view] for view in layer_views(config))
+
+
+def block_masks(config: DrafterConfig, anchors_BN: Tensor, keep_BN: Tensor, context: int) -> tuple[BlockMask, ...]:
+    """The same masks for flex_attention, built by a compiled function on CUDA: uncompiled, the grid exists whole."""
+    batch, blocks = anchors_BN.shape
+    slots = blocks * config.block_size
+    made: dict[LayerView, BlockMask] = {}
+    for view in layer_views(config):
+        if view in made:
+            continue
+        predicate = functools.partial(_at, view, config.block_size, context, anchors_BN, keep_BN)
+        made[view] = _builder(anchors_BN.device.type)(predicate, batch, slots, context + slots, anchors_BN.device)
+    return tuple(made[view] for view in layer_views(config))
+
+
+def _at(
+    view: LayerView,
+    block: int,
+    context: int,
+    anchors_BN: Tensor,
+    keep_BN: Tensor,
+    b: Tensor,
+    h: Tensor,
+    query: Tensor,
+    key: Tensor,
+) -> Tensor:
+    return visible(view, block, context, anchors_BN, keep_BN, b, query, key)
+
+
+def _build(predicate: Any, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:
+    # H None: a mask for each head costs memory and tells nothing new (SpecForge #452).
+    return create_block_mask(predicate, batch, None, queries, keys, device=device)
+
+
+@functools.cache
+def _builder(device_type: str) -> Callable[..., BlockMask]:
+    return compile_here(_build) if device_type == "cuda" else _build
