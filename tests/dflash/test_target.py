@@ -126,9 +126,7 @@ def test_threads_share_a_target_without_mixing_what_they_capture() -> None:
     wrong: list[int] = []
 
     def work(i: int) -> None:
-        for _ in range(30):
-            if not torch.equal(target.features(inputs[i], (0, 2)), expected[i]):
-                wrong.append(i)
+        wrong.extend(i for _ in range(30) if not torch.equal(target.features(inputs[i], (0, 2)), expected[i]))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
