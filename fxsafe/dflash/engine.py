@@ -138,7 +138,7 @@ class Engine:
         grads, vector = self._gather()
         tally = Tally.of(vector)
         norm, moved = 0.0, False
-        if tally.weight > 0:
+        if tally.weight != 0:  # true for one that is not a number
             torch._foreach_div_(grads, tally.weight)
             norm, moved = self.master.update(grads, lr)
             if not moved:
