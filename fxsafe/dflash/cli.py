@@ -5,6 +5,7 @@ A mistake of the user's is answered with one line on stderr and status 2; a run 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,11 @@ from fxsafe.dflash.settings import (
     devices_of,
     dtype_of,
 )
+
+for _needed in ("jsonargparse", "transformers", "datasets", "safetensors", "rich", "matplotlib"):
+    # Looked for, not imported: transformers alone would take seconds, for --help too.
+    if importlib.util.find_spec(_needed) is None:
+        raise ModuleNotFoundError(f"No module named {_needed!r}", name=_needed)
 
 __all__ = ["main"]
 
