@@ -153,3 +153,14 @@ def test_only_public_names_of_fxsafe_are_used() -> None:
         for line in file.read_text().splitlines():
             if line.strip().startswith(("import fxsafe", "from fxsafe")):
                 assert line.strip() == "import fxsafe" or "fxsafe.dflash" in line, f"{file}: {line}"
+
+
+@pytest.mark.parametrize("name", ["dflash_qwen3_8b.yaml", "dflash_one_gpu.yaml"])
+def test_the_examples_are_settings(name: str) -> None:
+    from fxsafe.dflash import cli
+
+    path = Path(__file__).parents[2] / "examples" / name
+    options = cli._parser().parse_args(["train", "--config", str(path)])
+    read = cli._settings(options["train"])
+    assert read.drafter.block_size == 16
+    assert len(read.target.devices) in (1, 5)
