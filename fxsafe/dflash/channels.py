@@ -28,6 +28,7 @@ class Channel(Generic[T]):
         self._changed = threading.Condition()
         self._closed = False
         self._put_wait = self._get_wait = 0.0
+        self._counted_from = 0.0
 
     def put(self, item: T) -> None:
         """Append, once there is room.
@@ -39,7 +40,7 @@ class Channel(Generic[T]):
             started = time.perf_counter()
             while len(self._items) >= self._capacity and not self._closed:
                 self._changed.wait()
-            self._put_wait += time.perf_counter() - started
+            self._put_wait += time.perf_counter() - max(started, self._counted_from)
             if self._closed:
                 raise Closed
             self._items.append(item)
@@ -55,7 +56,7 @@ class Channel(Generic[T]):
             started = time.perf_counter()
             while not self._items and not self._closed:
                 self._changed.wait()
-            self._get_wait += time.perf_counter() - started
+            self._get_wait += time.perf_counter() - max(started, self._counted_from)
             if self._closed:
                 raise Closed
             item = self._items.popleft()
@@ -70,8 +71,9 @@ class Channel(Generic[T]):
             self._changed.notify_all()
 
     def take_waits(self) -> tuple[float, float]:
-        """Seconds that puts and gets have waited since the last call."""
+        """Seconds that puts and gets have waited since the last call, of those that no longer wait."""
         with self._changed:
+            self._counted_from = time.perf_counter()
             waits = self._put_wait, self._get_wait
             self._put_wait = self._get_wait = 0.0
             return waits

@@ -72,7 +72,13 @@ def run_demo(out: Path, size: DemoSize | None = None, say: Callable[[str], None]
     for line in trainer.plan.lines:
         say(line)
     started = time.perf_counter()
-    outcome = trainer.run()
+    threads = torch.get_num_threads()
+    # Three threads of ours share the cores; more threads inside of each operation would only wait for each other.
+    torch.set_num_threads(max(1, threads // 3))
+    try:
+        outcome = trainer.run()
+    finally:
+        torch.set_num_threads(threads)
     drafter_seconds = time.perf_counter() - started
     assert outcome.export is not None
 

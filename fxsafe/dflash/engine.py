@@ -55,6 +55,7 @@ class StepReport:
     skipped: bool
     """no slot had a loss, so nothing was learnt"""
     tokens: int
+    """of all processes, without padding"""
     seconds: float
     drafter_wait: float
     target_wait: float
@@ -100,6 +101,8 @@ class Engine:
         self._failure: tuple[str, BaseException] | None = None
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self.committing = False
+        """the master is being changed, or was and its owner has not yet counted the step"""
         self._next = 0
         for replica in replicas:
             replica.load(dict(zip(master.names, master.weights, strict=True)))
@@ -126,6 +129,7 @@ class Engine:
         """
         started, graphs = time.perf_counter(), graph_count()
         first = self._next
+        self._waits()  # what lies between two steps is not a step's
         try:
             for channel in self._go:
                 channel.put(first)
@@ -135,13 +139,16 @@ class Engine:
         self._next += self._per_step
         batches = sorted((b for done in lists for b in done), key=lambda b: b.index)
         reduced = time.perf_counter()
-        grads, vector = self._gather()
+        counts = torch.tensor([sum(b.tokens for b in batches)], dtype=torch.float64, device=self.master.device)
+        grads, vector = self._gather(counts)
         tally = Tally.of(vector)
         norm, moved = 0.0, False
         if tally.weight != 0:  # true for one that is not a number
             torch._foreach_div_(grads, tally.weight)
+            self.committing = True
             norm, moved = self.master.update(grads, lr)
             if not moved:
+                self.committing = False
                 origins = ", ".join(o for b in batches for o in b.origins if o) or f"micro-batches from {first}"
                 raise NotFiniteError(
                     f"the gradient is not finite (norm {norm}, loss {tally.loss / tally.weight}); "
@@ -151,12 +158,12 @@ class Engine:
             for replica in self.replicas:
                 replica.load(state)
         finished = time.perf_counter()
-        waits = [[c.take_waits() for c in row] for row in self._features]
+        waits = self._waits()
         return StepReport(
             tally=tally,
             norm=norm,
             skipped=not moved,
-            tokens=sum(b.tokens for b in batches),
+            tokens=int(counts),
             seconds=finished - started,
             drafter_wait=sum(w[1] for row in waits for w in row) / len(self.replicas),
             target_wait=sum(w[0] for row in waits for w in row) / len(self.targets),
@@ -182,7 +189,7 @@ class Engine:
             replica.load(current)
         return Tally.of(torch.stack(vectors).sum(0))
 
-    def _gather(self) -> tuple[list[Tensor], Tensor]:
+    def _gather(self, counts: Tensor) -> tuple[list[Tensor], Tensor]:
         """Sums over the replicas, in their order, on the master's device; then over the processes."""
         grads: list[Tensor] = []
         vector: Tensor | None = None
@@ -198,8 +205,11 @@ class Engine:
                 vector = vector + tally.to(self.master.device)
         assert vector is not None
         if self._reduce is not None:
-            self._reduce([*grads, vector])
+            self._reduce([*grads, vector, counts])
         return grads, vector
+
+    def _waits(self) -> list[list[tuple[float, float]]]:
+        return [[channel.take_waits() for channel in row] for row in self._features]
 
     def _featurize(self, target: Source, batch: MicroBatch) -> Features:
         # No attention mask: padding stands on the right, and a causal model does not see it from the left.

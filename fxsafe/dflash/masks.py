@@ -37,7 +37,8 @@ def layer_views(config: DrafterConfig) -> tuple[LayerView, ...]:
 
 
 def visible(
-    view: LayerView,
+    window: int | None,
+    causal: bool,
     block: int,
     context: int,
     anchors_BN: Tensor,
@@ -49,7 +50,8 @@ def visible(
     """The predicate, of index tensors that are broadcast against each other (0-dimensional under flex_attention).
 
     Args:
-        view: of the layer.
+        window: tokens of a sliding layer's window, None for a full layer.
+        causal: slots see only earlier slots of their block.
         block: K, slots of a block.
         context: S, context positions.
         anchors_BN: int64, position of each block's anchor.
@@ -70,10 +72,10 @@ def visible(
     # One index operation with both indices: flex cannot read a row first and index it then.
     anchor = anchors_BN[b, index]
     in_context = (key < context) & (key < anchor) & keep_BN[b, index]
-    if view.window is not None:
-        in_context = in_context & (anchor + query % block - key < view.window)
+    if window is not None:
+        in_context = in_context & (anchor + query % block - key < window)
     in_block = (key >= context) & ((key - context) // block == index)
-    if view.causal:
+    if causal:
         in_block = in_block & ((key - context) % block <= query % block)
     return (in_context | in_block) & inside
 
@@ -88,27 +90,38 @@ def dense_masks(config: DrafterConfig, anchors_BN: Tensor, keep_BN: Tensor, cont
     made: dict[LayerView, Tensor] = {}
     for view in layer_views(config):
         if view not in made:
-            made[view] = visible(view, config.block_size, context, anchors_BN, keep_BN, b_B11, query_Q1, key_1T)[
-                :, None
-            ]
+            made[view] = visible(
+                view.window, view.causal, config.block_size, context, anchors_BN, keep_BN, b_B11, query_Q1, key_1T
+            )[:, None]
     return tuple(made[view] for view in layer_views(config))
 
 
 def block_masks(config: DrafterConfig, anchors_BN: Tensor, keep_BN: Tensor, context: int) -> tuple[BlockMask, ...]:
-    """The same masks for flex_attention, built by a compiled function on CUDA: uncompiled, the grid exists whole."""
-    batch, blocks = anchors_BN.shape
-    slots = blocks * config.block_size
+    """The same masks for flex_attention, found by a compiled function on CUDA: uncompiled, the grid exists whole."""
+    find = _finder(anchors_BN.device.type)
+    slots = anchors_BN.shape[1] * config.block_size
     made: dict[LayerView, BlockMask] = {}
     for view in layer_views(config):
-        if view in made:
-            continue
-        predicate = functools.partial(_at, view, config.block_size, context, anchors_BN, keep_BN)
-        made[view] = _builder(anchors_BN.device.type)(predicate, batch, slots, context + slots, anchors_BN.device)
+        if view not in made:
+            some, which, whole, whole_which = find(
+                view.window, view.causal, config.block_size, context, anchors_BN, keep_BN
+            )
+            made[view] = BlockMask.from_kv_blocks(
+                some,
+                which,
+                whole,
+                whole_which,
+                mask_mod=functools.partial(
+                    _at, view.window, view.causal, config.block_size, context, anchors_BN, keep_BN
+                ),
+                seq_lengths=(slots, context + slots),
+            )
     return tuple(made[view] for view in layer_views(config))
 
 
 def _at(
-    view: LayerView,
+    window: int | None,
+    causal: bool,
     block: int,
     context: int,
     anchors_BN: Tensor,
@@ -118,14 +131,27 @@ def _at(
     query: Tensor,
     key: Tensor,
 ) -> Tensor:
-    return visible(view, block, context, anchors_BN, keep_BN, b, query, key)
+    return visible(window, causal, block, context, anchors_BN, keep_BN, b, query, key)
 
 
-def _build(predicate: Any, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:
+def find_tiles(
+    window: int | None, causal: bool, block: int, context: int, anchors_BN: Tensor, keep_BN: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Which tiles of 128 x 128 cells hold visible ones, in part and in whole, as ``BlockMask.from_kv_blocks`` wants it.
+
+    Only tensors and plain values go in and only tensors come out, so that new anchors are not a new function to compile
+    for: a predicate made outside would be one each time.
+    """
+    slots = anchors_BN.shape[1] * block
+
+    def predicate(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return visible(window, causal, block, context, anchors_BN, keep_BN, b, query, key)
+
     # H None: a mask for each head costs memory and tells nothing new (SpecForge #452).
-    return create_block_mask(predicate, batch, None, queries, keys, device=device)
+    mask = create_block_mask(predicate, anchors_BN.shape[0], None, slots, context + slots, device=anchors_BN.device)
+    return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
 
 
 @functools.cache
-def _builder(device_type: str) -> Callable[..., BlockMask]:
-    return compile_here(_build) if device_type == "cuda" else _build
+def _finder(device_type: str) -> Callable[..., Any]:
+    return compile_here(find_tiles) if device_type == "cuda" else find_tiles

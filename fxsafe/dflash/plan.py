@@ -34,6 +34,14 @@ class Plan:
     lines: tuple[str, ...]
 
 
+def amount(number: float) -> str:
+    """Three digits and k, M, G or T."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g} "
+
+
 def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: int, steps: int) -> Plan:
     """Compute the plan.
 
@@ -66,15 +74,15 @@ def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: i
     share = drafter / target_cost
     gib = 1 << 30
     lines = (
-        f"target   {target.family}, {target_parameters / 1e9:.3f} B parameters, {target.layer_count} layers, "
+        f"target   {target.family}, {amount(target_parameters)} parameters, {target.layer_count} layers, "
         f"tapped {', '.join(map(str, config.target_layer_ids))}",
-        f"drafter  {parameters / 1e9:.3f} B parameters, {config.num_hidden_layers} layers, "
+        f"drafter  {amount(parameters)} parameters, {config.num_hidden_layers} layers, "
         f"{settings.drafter.anchors} blocks of {config.block_size} in each sequence, mask token {config.mask_token_id}",
         f"devices  targets {', '.join(settings.target.devices)}; drafters {', '.join(settings.drafter.devices)}",
         f"memory   target {target_bytes / gib:.2f} GiB, each drafter {replica / gib:.2f} GiB and up to "
         f"{activations / gib:.2f} GiB of activations, master {master / gib:.2f} GiB on the first drafter's device, "
         f"{settings.data.depth} x {features / gib:.3f} GiB of features for each pair",
-        f"work     {target_cost / 1e12:.3f} TFLOP target and {drafter / 1e12:.3f} TFLOP drafter for a sequence of "
+        f"work     {amount(target_cost)}FLOP target and {amount(drafter)}FLOP drafter for a sequence of "
         f"{length} tokens: one target thread keeps {1 / share:.2f} drafter threads busy on equal devices; "
         f"here it has {len(settings.drafter.devices) / len(settings.target.devices):.2f}",
         f"steps    {steps} of {sequences} sequences, from {rows} rows",

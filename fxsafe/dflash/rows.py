@@ -130,7 +130,8 @@ def split_rows(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
     apart = set(order[:count])
     return (
         Joined([(rows, i) for i in range(len(rows)) if i not in apart]),
-        Joined([(rows, i) for i in sorted(apart)]),
+        # In the order of the draw: whoever measures only the first ones measures rows from everywhere.
+        Joined([(rows, i) for i in order[:count]]),
     )
 
 

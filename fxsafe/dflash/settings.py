@@ -7,6 +7,7 @@ several places and is shared then.
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, Literal
 
 import torch
@@ -27,8 +28,8 @@ class TargetSettings:
     Attributes:
         model: Hub id or local directory of a causal LM in safetensors.
         dtype: of its weights.
-        devices: one target thread for each; the weights exist once on each different device. "auto" is the first GPU,
-            or the CPU without one.
+        devices: one target thread for each; the weights exist once on each different device. "auto" is the first GPU
+            (that of LOCAL_RANK under torchrun), or the CPU without one.
         trust_remote_code: let a model's own Python code run; leave it off unless you have read that code.
     """
 
@@ -209,7 +210,7 @@ def devices_of(names: tuple[str, ...], where: str) -> list[torch.device]:
     out = []
     for name in names:
         if name == "auto":
-            name = "cuda:0" if torch.cuda.is_available() else "cpu"
+            name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
         try:
             device = torch.device(name)
         except RuntimeError as error:

@@ -6,7 +6,9 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ from fxsafe.dflash.journal import Journal, plot
 from fxsafe.dflash.losses import Tally
 from fxsafe.dflash.optim import Master, learning_rate
 from fxsafe.dflash.plan import Plan, make_plan
+from fxsafe.dflash.processes import Processes, joined
 from fxsafe.dflash.replica import Replica, ReplicaSettings
 from fxsafe.dflash.rows import Rows, open_rows, split_rows
 from fxsafe.dflash.settings import Settings, devices_of, dtype_of
@@ -111,6 +114,7 @@ class Trainer:
         self.plan: Plan = make_plan(settings, self.target, self.config, len(self.rows), self.steps)
         self.out = Path(run.out)
         self._stop = threading.Event()
+        self._interrupted = False
 
     def run(self, *, quiet: bool = False, on_step: Callable[[int, StepReport], None] | None = None) -> Outcome:
         """Train to the end, or to a signal; resumes what stands in ``run.out``.
@@ -122,9 +126,19 @@ class Trainer:
             quiet: print nothing.
             on_step: is called after each step.
         """
-        settings, run = self.settings, self.settings.run
         promise_recompile_limit()
-        self.out.mkdir(parents=True, exist_ok=True)
+        with joined(self._drafter_devices[0].type == "cuda") as processes:
+            return self._run(processes, quiet or not processes.first, on_step)
+
+    def _run(self, processes: Processes, quiet: bool, on_step: Callable[[int, StepReport], None] | None) -> Outcome:
+        settings, run = self.settings, self.settings.run
+        if settings.data.micro_batches % processes.world:
+            raise SettingsError(
+                f"data.micro_batches {settings.data.micro_batches} is no multiple of the {processes.world} processes"
+            )
+        if processes.first:
+            self.out.mkdir(parents=True, exist_ok=True)
+        processes.wait()
         root = self.out / "checkpoints"
         examples = self._examples(self.rows, "data")
         replicas = self._replicas()
@@ -137,10 +151,16 @@ class Trainer:
             anchors=settings.drafter.anchors,
             bucket=settings.data.bucket,
             start=step * settings.data.micro_batches,
+            rank=processes.rank,
+            world=processes.world,
         )
-        held_out = self._held_out()
-        (self.out / "settings.json").write_text(json.dumps(settings.to_json(), indent=2) + "\n")
-        journal = Journal(self.out, self.steps, first=step, tensorboard=run.tensorboard, quiet=quiet)
+        processes.wait()  # nobody may write before all have read
+        held_out = self._held_out() if processes.first else []
+        if processes.first:
+            (self.out / "settings.json").write_text(json.dumps(settings.to_json(), indent=2) + "\n")
+        # Others than the first process keep a journal that nobody reads.
+        place = self.out if processes.first else Path(tempfile.mkdtemp(prefix="dflash-"))
+        journal = Journal(place, self.steps, first=step, tensorboard=run.tensorboard, quiet=quiet)
         position: dict[str, Any] = examples.position
         saved = step if step else -1
         validation: Tally | None = None
@@ -148,7 +168,7 @@ class Trainer:
 
         def save() -> None:
             nonlocal saved
-            if saved != step:
+            if saved != step and processes.first:
                 state = {"position": position, "config": self.config.to_json(), "settings": settings.to_json()}
                 checkpoint.save_checkpoint(root, step, master.tensors(), state, keep=run.keep)
                 saved = step
@@ -158,15 +178,18 @@ class Trainer:
             replicas,
             master,
             batches,
-            per_step=settings.data.micro_batches,
+            per_step=settings.data.micro_batches // processes.world,
             depth=settings.data.depth,
+            reduce=processes.reduce if processes.world > 1 else None,
         )
         try:
-            with self._signals(journal), engine:
-                while step < self.steps and not self._stop.is_set():
+            with self._signals(journal, engine), engine:
+                while step < self.steps and not processes.any(self._stop.is_set()):
                     lr = learning_rate(settings.optim, step, self.steps)
                     report = engine.step(lr)
                     step, position = step + 1, report.position
+                    engine.committing = False
+                    self._leave_if_interrupted()
                     window.append(report)
                     if step % run.log_every == 0 or step == self.steps or report.graphs:
                         journal.record(step, self._numbers(window, lr))
@@ -182,16 +205,21 @@ class Trainer:
         except BaseException as error:
             # Whatever it was, what has been learnt stays; a failure to save must not hide the first one.
             try:
-                save()
+                if not engine.committing:  # else the weights are between two steps, and the last save is the state
+                    save()
             except CheckpointError as second:
                 error.add_note(str(second)) if hasattr(error, "add_note") else journal.say(str(second))
             raise
         finally:
             journal.close()
         export = None
-        if step >= self.steps:
+        processes.wait()
+        if not processes.first:
+            shutil.rmtree(place, ignore_errors=True)
+        elif step >= self.steps:
             export = export_drafter(master.best(), self.config, self.out / "export")
-        plot(self.out)
+        if processes.first:
+            plot(self.out)
         found = checkpoint.latest(root)
         assert found is not None
         return Outcome(step, step >= self.steps, found, export, validation)
@@ -199,6 +227,10 @@ class Trainer:
     def stop(self) -> None:
         """Finish the step, save and return from :meth:`run`; from any thread."""
         self._stop.set()
+
+    def _leave_if_interrupted(self) -> None:
+        if self._interrupted:
+            raise KeyboardInterrupt
 
     def _place_targets(self, given: Target | None) -> list[Target]:
         """One target for each device, shared by the threads of that device."""
@@ -347,7 +379,7 @@ class Trainer:
         return numbers
 
     @contextmanager
-    def _signals(self, journal: Journal) -> Iterator[None]:
+    def _signals(self, journal: Journal, engine: Engine) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield  # handlers belong to the main thread; stop() serves others
             return
@@ -355,6 +387,9 @@ class Trainer:
 
         def handle(number: int, frame: Any) -> None:
             if self._stop.is_set():
+                if engine.committing:
+                    self._interrupted = True  # in a moment: not in the middle of a change of the weights
+                    return
                 raise KeyboardInterrupt
             self._stop.set()
             journal.say(f"{signal.Signals(number).name}: finishing the step and saving; once more interrupts at once")

@@ -119,9 +119,17 @@ def test_distillation_runs_through_the_engine() -> None:
 
 def test_drafters_that_compile_in_their_threads_learn_the_same() -> None:
     eager, compiled = Run(drafters=1), Run(drafters=2, settings=ReplicaSettings(backend="aot_eager"))
-    eager.steps(3)
-    with fxsafe.install():
-        compiled.steps(3)
+    held_out = list(itertools.islice(batches(seed=9), 2))
+    with eager.engine:
+        for _ in range(3):
+            eager.engine.step(1e-2)
+        expected = eager.engine.measure(held_out)
+    with fxsafe.install(), compiled.engine:
+        for _ in range(3):
+            compiled.engine.step(1e-2)
+        measured = compiled.engine.measure(held_out)
+    assert measured.loss == pytest.approx(expected.loss, rel=1e-3)
+    assert measured.blocks == expected.blocks
     for ours, theirs in zip(compiled.weights, eager.weights, strict=True):
         torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-3)
 

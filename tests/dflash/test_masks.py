@@ -4,9 +4,11 @@ import pytest
 import tiny
 import torch
 
+from fxsafe.dflash import masks
 from fxsafe.dflash.anchors import make_blocks
+from fxsafe.dflash.compiling import compile_here, graph_count
 from fxsafe.dflash.config import DrafterConfig
-from fxsafe.dflash.masks import block_masks, dense_masks, layer_views, visible
+from fxsafe.dflash.masks import block_masks, dense_masks, visible
 
 SHAPES = {"full": tiny.config(), "sliding": tiny.sliding(), "sliding causal": tiny.sliding(causal=True)}
 
@@ -32,8 +34,8 @@ def by_words(shape: DrafterConfig, layer: int, anchors: list[int], keep: list[bo
 def test_dense_masks_are_the_predicate(name: str) -> None:
     shape = SHAPES[name]
     anchors, keep = [0, 3, 9, 0], [True, True, True, False]
-    masks = dense_masks(shape, torch.tensor([anchors]), torch.tensor([keep]), 12)
-    for layer, mask in enumerate(masks):
+    made = dense_masks(shape, torch.tensor([anchors]), torch.tensor([keep]), 12)
+    for layer, mask in enumerate(made):
         assert torch.equal(mask[0, 0], by_words(shape, layer, anchors, keep, 12))
 
 
@@ -50,10 +52,9 @@ def test_block_masks_have_the_same_cells(name: str) -> None:
 
 
 def test_queries_beyond_the_last_block_see_nothing() -> None:
-    view = layer_views(tiny.config())[0]
     query = torch.arange(8, 200)[:, None]
     keep = torch.ones(1, 2, dtype=torch.bool)
-    seen = visible(view, 4, 8, torch.tensor([[1, 5]]), keep, torch.tensor(0), query, torch.arange(16)[None])
+    seen = visible(None, False, 4, 8, torch.tensor([[1, 5]]), keep, torch.tensor(0), query, torch.arange(16)[None])
     assert not seen.any()
 
 
@@ -64,10 +65,10 @@ def test_only_what_is_visible_matters(name: str) -> None:
     anchors = [2, 9, 20]
     ids, feats, blocks = tiny.inputs(shape, anchors)
     head = tiny.head()
-    masks = dense_masks(shape, blocks.anchors_BN, blocks.keep_BN, ids.shape[1])
+    seen = dense_masks(shape, blocks.anchors_BN, blocks.keep_BN, ids.shape[1])
 
     def run(feats: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
-        out = model(feats, head.embed(shown.flatten(1)), blocks.positions_BNK.flatten(1), masks)
+        out = model(feats, head.embed(shown.flatten(1)), blocks.positions_BNK.flatten(1), seen)
         return out.view(2, 3, 4, -1).detach()
 
     before = run(feats, blocks.ids_BNK)
@@ -90,8 +91,30 @@ def test_unused_blocks_give_finite_rows() -> None:
     ids, feats, _ = tiny.inputs(shape, [0])
     anchors, keep = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.bool)
     blocks = make_blocks(ids, torch.zeros_like(ids), anchors, keep, shape.block_size, shape.mask_token_id)
-    masks = dense_masks(shape, anchors, keep, ids.shape[1])
+    seen = dense_masks(shape, anchors, keep, ids.shape[1])
     out = tiny.drafter(shape)(
-        feats, tiny.head().embed(blocks.ids_BNK.flatten(1)), blocks.positions_BNK.flatten(1), masks
+        feats, tiny.head().embed(blocks.ids_BNK.flatten(1)), blocks.positions_BNK.flatten(1), seen
     )
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["full", "sliding"])
+def test_new_anchors_compile_neither_the_tiles_nor_the_drafter_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, with flex_attention's forward, which exists on the CPU too."""
+    sliding = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 20}
+    shape = tiny.config(head_dim=16, **(sliding if name == "sliding" else {}))
+    model, head, compiled = tiny.drafter(shape), tiny.head(), []
+    forward = compile_here(model.forward, backend="aot_eager")
+    find = compile_here(masks.find_tiles, backend="aot_eager")
+    monkeypatch.setattr(masks, "_finder", lambda device: find)
+    for i, length in enumerate((128, 256, 128, 256, 128)):
+        _, feats, blocks = tiny.inputs(shape, [3 + i, 40, 60, 90 + i] * 8, length=length, seed=i)
+        noise, positions = head.embed(blocks.ids_BNK.flatten(1)), blocks.positions_BNK.flatten(1)
+        before = graph_count()
+        with torch.no_grad():
+            flexed = forward(feats, noise, positions, block_masks(shape, blocks.anchors_BN, blocks.keep_BN, length))
+            compiled.append(graph_count() - before)
+            dense = model(feats, noise, positions, dense_masks(shape, blocks.anchors_BN, blocks.keep_BN, length))
+        torch.testing.assert_close(flexed, dense, atol=1e-5, rtol=1e-4)
+    assert compiled[0] > 0
+    assert compiled[2:] == [0, 0, 0]
