@@ -98,11 +98,9 @@ def test_unused_blocks_give_finite_rows() -> None:
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["full", "sliding"])
-def test_new_anchors_compile_neither_the_tiles_nor_the_drafter_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, with flex_attention's forward, which exists on the CPU too."""
-    sliding = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 20}
-    shape = tiny.config(head_dim=16, **(sliding if name == "sliding" else {}))
+def test_new_anchors_compile_neither_the_tiles_nor_the_drafter_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, with flex_attention's forward, which exists on the CPU too; one full and one sliding layer."""
+    shape = tiny.config(head_dim=16, layer_types=("full_attention", "sliding_attention"), sliding_window=20)
     model, head, compiled = tiny.drafter(shape), tiny.head(), []
     forward = compile_here(model.forward, backend="aot_eager")
     find = compile_here(masks.find_tiles, backend="aot_eager")
