@@ -1,13 +1,16 @@
-"""torch.compile for a thread of the trainer, with a limit on recompilations that really holds there.
+"""torch.compile for the threads of the trainer, with a limit on recompilations that really holds there.
 
 From torch 2.12 assignments to ``torch._dynamo.config`` belong to the thread that makes them: a limit raised in the
 main thread is not seen by drafter threads, nor by the autograd threads in which CUDA backwards run (pytorch #186537).
-The limit goes with the compiled function where torch.compile takes one, and else into the entry's default.
+So the limit goes into the entry's default, which all threads see.
+
+torch 2.13's ``isolate_recompiles`` would give each drafter cache entries of its own, but two threads that call two
+isolated functions at a time disturb each other: shapes that were compiled are compiled again (14 graphs where 10 are
+needed, seen on 2.13.0). Without it, drafters on one device share what either has compiled.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,32 +19,25 @@ import torch._dynamo.utils
 
 __all__ = ["RECOMPILE_LIMIT", "compile_here", "graph_count", "promise_recompile_limit", "recompile_limit_here"]
 
-RECOMPILE_LIMIT = 64
-"""Variants of one function: buckets of lengths, times train and eval, with room to spare."""
+RECOMPILE_LIMIT = 256
+"""Variants of one function: buckets of lengths, times devices, times train and eval, with room to spare."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compile_here(function: F, **options: Any) -> F:
-    """``torch.compile`` with static shapes, own cache entries (so that drafters do not use up each other's limit).
-
-    The arguments that this torch does not know are left out: ``isolate_recompiles`` and ``recompile_limit`` exist from
-    2.13 on. :func:`promise_recompile_limit` stands in for them before.
-    """
-    known = inspect.signature(torch.compile).parameters
-    wanted = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT}
-    extra = {name: value for name, value in wanted.items() if name in known}
+    """``torch.compile`` with static shapes; see :func:`promise_recompile_limit` for how many."""
     compile_any: Any = torch.compile  # its overloads differ between releases
-    compiled: F = compile_any(function, dynamic=False, **extra, **options)
+    compiled: F = compile_any(function, dynamic=False, **options)
     return compiled
 
 
 def promise_recompile_limit(limit: int = RECOMPILE_LIMIT) -> None:
     """Make ``limit`` the recompile limit of every thread of the process, those of the autograd engine included."""
     config: Any = torch._dynamo.config
-    config.recompile_limit = limit
-    entry = config._config["recompile_limit"]
-    entry.default = limit
+    for name, value in (("recompile_limit", limit), ("accumulated_recompile_limit", max(256, 4 * limit))):
+        setattr(config, name, value)
+        config._config[name].default = value
 
 
 def recompile_limit_here() -> int:

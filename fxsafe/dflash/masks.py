@@ -111,27 +111,21 @@ def block_masks(config: DrafterConfig, anchors_BN: Tensor, keep_BN: Tensor, cont
                 which,
                 whole,
                 whole_which,
-                mask_mod=functools.partial(
-                    _at, view.window, view.causal, config.block_size, context, anchors_BN, keep_BN
-                ),
+                mask_mod=mask_mod(view.window, view.causal, config.block_size, context, anchors_BN, keep_BN),
                 seq_lengths=(slots, context + slots),
             )
     return tuple(made[view] for view in layer_views(config))
 
 
-def _at(
-    window: int | None,
-    causal: bool,
-    block: int,
-    context: int,
-    anchors_BN: Tensor,
-    keep_BN: Tensor,
-    b: Tensor,
-    h: Tensor,
-    query: Tensor,
-    key: Tensor,
-) -> Tensor:
-    return visible(window, causal, block, context, anchors_BN, keep_BN, b, query, key)
+def mask_mod(
+    window: int | None, causal: bool, block: int, context: int, anchors_BN: Tensor, keep_BN: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The predicate in flex_attention's form; compiled code takes the tensors in its closure as inputs."""
+
+    def predicate(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return visible(window, causal, block, context, anchors_BN, keep_BN, b, query, key)
+
+    return predicate
 
 
 def find_tiles(
@@ -144,9 +138,7 @@ def find_tiles(
     """
     slots = anchors_BN.shape[1] * block
 
-    def predicate(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return visible(window, causal, block, context, anchors_BN, keep_BN, b, query, key)
-
+    predicate = mask_mod(window, causal, block, context, anchors_BN, keep_BN)
     # H None: a mask for each head costs memory and tells nothing new (SpecForge #452).
     mask = create_block_mask(predicate, anchors_BN.shape[0], None, slots, context + slots, device=anchors_BN.device)
     return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import test_train
+import test_dflash_train
 import tiny
 import torch
 
@@ -18,16 +18,16 @@ from fxsafe.dflash.train import Trainer
 
 STEPS = 3
 PROGRAM = """
-import sys, pathlib, test_processes
-test_processes.train(pathlib.Path(sys.argv[1]), ("cpu", "cpu"))
+import sys, pathlib, test_dflash_processes
+test_dflash_processes.train(pathlib.Path(sys.argv[1]), ("cpu", "cpu"))
 """
 
 
 def train(out: Path, devices: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    settings = test_train.settings(out, drafter__devices=devices, run__max_steps=STEPS, optim__lr=1e-3)
+    settings = test_dflash_train.settings(out, drafter__devices=devices, run__max_steps=STEPS, optim__lr=1e-3)
     target = Target(tiny.target_model("qwen3"))
-    Trainer(settings, target=target, rows=test_train.rows(), say=lambda line: None).run(quiet=True)
+    Trainer(settings, target=target, rows=test_dflash_train.rows(), say=lambda line: None).run(quiet=True)
 
 
 def test_two_processes_of_two_drafters_are_one_of_four(tmp_path: Path) -> None:

@@ -135,10 +135,12 @@ def test_drafters_that_compile_in_their_threads_learn_the_same() -> None:
 
 
 def test_after_warm_up_nothing_is_compiled_whatever_the_anchors_and_lengths() -> None:
+    torch._dynamo.reset()  # drafters share what others of their shape have compiled
     run = Run(drafters=2, settings=ReplicaSettings(backend="aot_eager"))
     with fxsafe.install(), run.engine:
         warm = [run.engine.step(1e-3) for _ in range(6)]
-        assert warm[0].graphs > 0
+        # Three lengths and two sizes of chunks; both drafters may meet one at the same time.
+        assert 5 <= sum(report.graphs for report in warm) <= 10
         assert sum(run.engine.step(1e-3).graphs for _ in range(50)) == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-import test_engine
+import test_dflash_engine
 import tiny
 import torch
 
@@ -30,7 +30,7 @@ def trained(attention: str, compile: bool, drafters: int) -> tuple[list[torch.Te
     torch.manual_seed(0)
     replicas[0].drafter.initialize(torch.Generator(device).manual_seed(0))
     master = Master(replicas[0].drafter.state_dict(), OptimSettings(), device)
-    with Engine([target], replicas, master, test_engine.batches(bucket=128), per_step=4) as engine:
+    with Engine([target], replicas, master, test_dflash_engine.batches(bucket=128), per_step=4) as engine:
         for _ in range(3):
             engine.step(1e-3)
         graphs = sum(engine.step(1e-3).graphs for _ in range(10))
