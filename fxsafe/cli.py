@@ -1,4 +1,4 @@
-"""The command line: ``fxsafe run``, ``fxsafe info`` and ``fxsafe doctor``.
+"""The command line: ``fxsafe run``, ``fxsafe info``, ``fxsafe doctor`` and ``fxsafe dflash``.
 
 A mistake of the user's is answered with one line on stderr and status 2, never with a traceback.
 """
@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         parser.print_help()
         return 0
+    if words[0] == "dflash":
+        # Split by hand, like the program of run: the trainer has a parser of its own.
+        return _interruptible(lambda: _dflash(words[1:]))
     program: list[str] = []
     if words[0] == "run":
         # Split by hand: argparse would look for our options among the arguments of the program.
@@ -90,6 +93,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if program[0] == "-m":
         return run_module(program[1], program[2:])
     return run_script(program[0], program[1:])
+
+
+def _dflash(words: Sequence[str]) -> int:
+    try:
+        from fxsafe.dflash.cli import main as dflash
+    except ModuleNotFoundError as error:
+        if (error.name or "fxsafe").partition(".")[0] == "fxsafe":
+            raise
+        print(f"fxsafe dflash: the package {error.name} is missing: pip install 'fxsafe[dflash]'", file=sys.stderr)
+        return 2
+    return dflash(words)
 
 
 def _interruptible(command: Callable[[], int]) -> int:
@@ -132,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=_positive, default=120.0, metavar="S", help="seconds for one try; default: 120"
     )
     doctor.add_argument("--jobs", type=_count, default=2, metavar="N", help="tries at one time; default: 2")
+    commands.add_parser("dflash", help="train DFlash drafters; needs fxsafe[dflash]", add_help=False)
     for command in (info, doctor):
         command.add_argument("--json", action="store_true", help="print JSON for programs")
     return parser

@@ -1,0 +1,323 @@
+"""``fxsafe dflash``: train, eval, export, prepare, plot and demo.
+
+A mistake of the user's is answered with one line on stderr and status 2; a run that a signal stopped, with 130.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+
+import fxsafe
+from fxsafe.dflash.errors import DFlashError
+from fxsafe.dflash.losses import LossSettings
+from fxsafe.dflash.optim import OptimSettings
+from fxsafe.dflash.settings import (
+    DataSettings,
+    DrafterSettings,
+    RunSettings,
+    Settings,
+    TargetSettings,
+    devices_of,
+    dtype_of,
+)
+
+for _needed in ("jsonargparse", "transformers", "datasets", "safetensors", "rich", "matplotlib"):
+    # Looked for, not imported: transformers alone would take seconds, for --help too.
+    if importlib.util.find_spec(_needed) is None:
+        raise ModuleNotFoundError(f"No module named {_needed!r}", name=_needed)
+
+__all__ = ["main"]
+
+SECTIONS: dict[str, Any] = {
+    "target": TargetSettings,
+    "drafter": DrafterSettings,
+    "data": DataSettings,
+    "loss": LossSettings,
+    "optim": OptimSettings,
+    "run": RunSettings,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out a command line, without the words ``fxsafe dflash``.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        SystemExit: after ``--help`` and mistakes in the arguments.
+    """
+    parser = _parser()
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help()
+        return 0
+    options = parser.parse_args(words)
+    # Several threads compile, which plain torch up to 2.13 does not survive.
+    fxsafe.install()
+    try:
+        command = {"train": _train, "eval": _eval, "export": _export, "prepare": _prepare, "plot": _plot, "demo": _demo}
+        return command[options.command](options[options.command])
+    except DFlashError as error:
+        cause = error.__cause__
+        if cause is not None and not isinstance(cause, (DFlashError, OSError, ValueError, KeyError)):
+            import traceback
+
+            traceback.print_exception(cause)
+        print(f"fxsafe dflash {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> jsonargparse.ArgumentParser:
+    parser = jsonargparse.ArgumentParser(
+        prog="fxsafe dflash",
+        description="Train DFlash drafters: several target threads feed several drafter threads in one process.",
+    )
+    commands = parser.add_subcommands(dest="command", metavar="COMMAND")
+
+    train = jsonargparse.ArgumentParser(
+        description="Train a drafter. The settings are those of a YAML file, changed by --SECTION.NAME. "
+        "A run that stands in run.out is resumed. Ctrl-C finishes the step and saves."
+    )
+    train.add_argument("--config", action="config", help="YAML file of settings")
+    train.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    # Section by section: jsonargparse cannot take defaults out of a dataclass with slots.
+    for name, kind in SECTIONS.items():
+        train.add_class_arguments(kind, name)
+    commands.add_subcommand("train", train, help="train a drafter")
+
+    evaluation = jsonargparse.ArgumentParser(
+        description="Decode prompts with a drafter and without, greedily: acceptance length, speed-up, equality."
+    )
+    evaluation.add_argument("drafter", help="directory of an export")
+    evaluation.add_argument("--target", required=True, help="Hub id or directory")
+    evaluation.add_argument(
+        "--prompts", required=True, help="JSONL, Parquet or Hub id; the first turns of conversations, or texts"
+    )
+    evaluation.add_argument("--limit", type=int, default=50, help="prompts at most")
+    evaluation.add_argument("--new-tokens", type=int, default=512, help="tokens at most for each prompt")
+    evaluation.add_argument("--prompt-tokens", type=int, default=1024, help="longer prompts are cut at the front")
+    evaluation.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of both models")
+    evaluation.add_argument("--device", default="auto", help="of both models")
+    evaluation.add_argument("--no-cache", action="store_true", help="compute the whole prefix each time")
+    evaluation.add_argument(
+        "--template-args", type=dict, default={}, help='for the template: {"enable_thinking": false}'
+    )
+    evaluation.add_argument("--json", default=None, help="file for the report")
+    evaluation.add_argument("--trust-remote-code", action="store_true", help="let the target's own code run")
+    commands.add_subcommand("eval", evaluation, help="measure a drafter on prompts")
+
+    export = jsonargparse.ArgumentParser(description="Write a checkpoint's drafter in z-lab's layout and read it back.")
+    export.add_argument("run", help="directory of a run, or of one of its checkpoints")
+    export.add_argument("out", help="directory to write")
+    commands.add_subcommand("export", export, help="write a drafter for z-lab's package, SGLang and vLLM")
+
+    prepare = jsonargparse.ArgumentParser(description="Let the target write the answers of a data set anew.")
+    prepare.add_argument("data", nargs="+", help="JSONL, Parquet or Hub id, of conversations")
+    prepare.add_argument("--target", required=True, help="Hub id or directory")
+    prepare.add_argument("--out", required=True, help="JSONL to write; what stands there already is kept")
+    prepare.add_argument("--new-tokens", type=int, default=2048, help="tokens at most for each answer")
+    prepare.add_argument("--temperature", type=float, default=0.0, help="0 for greedy")
+    prepare.add_argument("--top-p", type=float, default=1.0, help="share of probability that is drawn from")
+    prepare.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    prepare.add_argument("--limit", type=int, default=None, help="rows at most")
+    prepare.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the target")
+    prepare.add_argument("--device", default="auto", help="of the target")
+    prepare.add_argument("--trust-remote-code", action="store_true", help="let the target's own code run")
+    commands.add_subcommand("prepare", prepare, help="answers written by the target")
+
+    plot = jsonargparse.ArgumentParser(description="Draw the curves of a run into its curves.png.")
+    plot.add_argument("run", help="directory of a run")
+    commands.add_subcommand("plot", plot, help="draw the curves of a run")
+
+    demo = jsonargparse.ArgumentParser(
+        description="Train a small target and its drafter on English text that comes with Python, and evaluate: "
+        "no network, no GPU, a few minutes on two cores."
+    )
+    demo.add_argument("--out", default="dflash-demo", help="directory to write; replaced if it is a demo's")
+    commands.add_subcommand("demo", demo, help="the whole story on a laptop")
+    return parser
+
+
+def _train(options: Any) -> int:
+    from fxsafe.dflash.train import Trainer
+
+    built = _settings(options)
+    trainer = Trainer(built)
+    for line in trainer.plan.lines:
+        print(line)
+    if options.dry_run:
+        return 0
+    outcome = trainer.run()
+    print(f"checkpoint {outcome.checkpoint}")
+    if outcome.export:
+        print(f"drafter    {outcome.export}")
+        return 0
+    print(f"stopped after step {outcome.step}; the same command goes on from there")
+    return 130
+
+
+def _settings(options: Any) -> Settings:
+    made: dict[str, Any] = {}
+    for name, kind in SECTIONS.items():
+        section = options[name]
+        made[name] = section if isinstance(section, kind) else kind(**section.as_dict())
+    return Settings(**made)
+
+
+def _eval(options: Any) -> int:
+    from fxsafe.dflash.export import load_drafter, load_into
+    from fxsafe.dflash.model import Drafter
+    from fxsafe.dflash.rows import open_rows
+    from fxsafe.dflash.speculate import evaluate
+
+    config, state = load_drafter(options.drafter)
+    target, tokenizer = _load(options)
+    if not target.head.fits(config):
+        raise DFlashError(f"{options.drafter} is no drafter for {options.target}: sizes or scales differ")
+    drafter = Drafter(config).to(target.device, target.dtype)
+    load_into(drafter, state)
+    rows = open_rows([options.prompts])
+    prompts, names = [], []
+    for number in range(min(len(rows), options.limit)):
+        prompt = _prompt(tokenizer, rows[number], options.template_args)
+        if prompt:
+            prompts.append(prompt[-options.prompt_tokens :])
+            names.append(rows.origin(number))
+    if not prompts:
+        raise DFlashError(f"{options.prompts} holds no prompts")
+    stop = {tokenizer.eos_token_id} if tokenizer is not None else set()
+    eos = target.text_config.eos_token_id
+    stop |= set(eos) if isinstance(eos, list) else {eos}
+    report = evaluate(
+        target,
+        drafter,
+        target.head,
+        prompts,
+        new_tokens=options.new_tokens,
+        stop=stop - {None},
+        names=names,
+        cached=not options.no_cache,
+    )
+    for line in report.lines():
+        print(line)
+    for request in report.requests:
+        if request.difference is not None:
+            print(
+                f"{request.name}: differs at token {request.difference}, where the best two are {request.margin} apart"
+            )
+    if options.json:
+        Path(options.json).write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    return 0
+
+
+def _export(options: Any) -> int:
+    from fxsafe.dflash import checkpoint
+    from fxsafe.dflash.config import DrafterConfig
+    from fxsafe.dflash.export import export_drafter
+
+    path = Path(options.run)
+    if not (path / "state.json").exists():
+        found = checkpoint.latest(path / "checkpoints")
+        if found is None:
+            raise DFlashError(f"{path} holds no checkpoint")
+        path = found
+    tensors, state = checkpoint.load_checkpoint(path)
+    prefix = "average." if any(name.startswith("average.") for name in tensors) else "weight."
+    weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    print(export_drafter(weights, DrafterConfig.from_json(state["config"]), options.out))
+    return 0
+
+
+def _prepare(options: Any) -> int:
+    from fxsafe.dflash.prepare import prepare
+    from fxsafe.dflash.rows import open_rows
+
+    rows = open_rows(options.data)
+    target, tokenizer = _load(options)
+    count = prepare(
+        target,
+        tokenizer,
+        rows,
+        Path(options.out),
+        new_tokens=options.new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        limit=options.limit,
+    )
+    print(f"{count} conversations in {options.out}")
+    return 0
+
+
+def _plot(options: Any) -> int:
+    from fxsafe.dflash.journal import plot
+
+    print(plot(Path(options.run)))
+    return 0
+
+
+def _demo(options: Any) -> int:
+    import shutil
+
+    from fxsafe.dflash.demo import run_demo
+
+    out = Path(options.out)
+    if out.exists() and any(out.iterdir()):
+        if not (out / "metrics.jsonl").exists():
+            raise DFlashError(f"{out} exists and holds something else; choose another directory with --out")
+        shutil.rmtree(out)
+    result = run_demo(out)
+    trained = result["trained"]
+    return 0 if trained["equal"] == len(trained["requests"]) else 1
+
+
+def _load(options: Any) -> tuple[Any, Any]:
+    import transformers
+
+    from fxsafe.dflash.target import load_target
+
+    (device,) = devices_of((options.device,), "--device")
+    target = load_target(
+        options.target, dtype=dtype_of(options.dtype), device=device, trust_remote_code=options.trust_remote_code
+    )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            options.target, trust_remote_code=options.trust_remote_code
+        )
+    except (OSError, ValueError):
+        tokenizer = None
+    return target, tokenizer
+
+
+def _prompt(tokenizer: Any, row: Any, template_args: dict[str, Any]) -> list[int]:
+    """Tokens up to where the target is to go on; empty if the row has none."""
+    from fxsafe.dflash.chat import conversation_of
+
+    if "input_ids" in row:
+        return list(row["input_ids"])
+    if tokenizer is None:
+        raise DFlashError("the target has no tokenizer, and the prompts have no input_ids")
+    turns = conversation_of(row)
+    if turns is None:
+        return list(tokenizer(row.get("text", ""))["input_ids"])
+    last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=None)
+    first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
+    if last is None:
+        return []
+    text = tokenizer.apply_chat_template(turns[:first], tokenize=False, add_generation_prompt=True, **template_args)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Drafters on disk in z-lab's layout: ``config.json`` and ``model.safetensors``, bf16, nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fxsafe.dflash.config import DrafterConfig
+from fxsafe.dflash.errors import CheckpointError
+from fxsafe.dflash.model import Drafter
+
+__all__ = ["export_drafter", "load_drafter", "tensor_shapes"]
+
+
+def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a drafter's tensors: 3 and 11 for each layer."""
+    hidden, d = config.hidden_size, config.head_dim
+    heads, groups, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    out: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(config.target_layer_ids) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for i in range(config.num_hidden_layers):
+        out |= {
+            f"layers.{i}.{name}.weight": shape
+            for name, shape in (
+                ("input_layernorm", (hidden,)),
+                ("post_attention_layernorm", (hidden,)),
+                ("self_attn.q_proj", (heads * d, hidden)),
+                ("self_attn.k_proj", (groups * d, hidden)),
+                ("self_attn.v_proj", (groups * d, hidden)),
+                ("self_attn.o_proj", (hidden, heads * d)),
+                ("self_attn.q_norm", (d,)),
+                ("self_attn.k_norm", (d,)),
+                ("mlp.gate_proj", (inner, hidden)),
+                ("mlp.up_proj", (inner, hidden)),
+                ("mlp.down_proj", (hidden, inner)),
+            )
+        }
+    return out
+
+
+def export_drafter(state: Mapping[str, Tensor], config: DrafterConfig, directory: str | os.PathLike[str]) -> Path:
+    """Write a drafter for z-lab's package, SGLang and vLLM, and read it back to compare.
+
+    Engines skip tensors whose names they do not know without a word, so that a wrong file would run, and draft badly.
+    The directory appears complete or not at all; an older export of the same name is replaced.
+
+    Raises:
+        CheckpointError: the state does not fit the config, the disk refuses, or what was read back differs.
+    """
+    path = Path(directory)
+    _check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, config, "the drafter")
+    half = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in state.items()}
+    new = path.with_name(f".{path.name}.new")
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        save_file(half, new / "model.safetensors", metadata={"format": "pt"})
+        (new / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
+        again, read = load_drafter(new)
+        if again != config or any(not torch.equal(half[name], read[name]) for name in half):
+            raise CheckpointError(f"{path}: what was read back is not what was written; check the disk")
+        if path.exists():
+            if not (path / "config.json").exists() and any(path.iterdir()):
+                raise CheckpointError(f"{path} exists and holds something else; choose another directory")
+            shutil.rmtree(path)
+        new.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return path
+
+
+def load_drafter(directory: str | os.PathLike[str]) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    """Read a drafter, of one file or several, with or without the prefix ``model.``.
+
+    Returns:
+        The config and the tensors on the CPU in the dtype of the file.
+
+    Raises:
+        CheckpointError: the directory holds no drafter that can be read completely.
+    """
+    path = Path(directory)
+    try:
+        document = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no readable config.json: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}/config.json is no JSON object")
+    config = DrafterConfig.from_json(document)
+    state: dict[str, Tensor] = {}
+    try:
+        for file in _files(path):
+            state |= {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"the tensors of {path} cannot be read: {error}") from error
+    _check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, config, str(path))
+    return config, state
+
+
+def load_into(drafter: Drafter, state: Mapping[str, Tensor]) -> None:
+    """Copy tensors into a drafter, whatever its device and dtype."""
+    drafter.load_state_dict(dict(state), strict=True)
+
+
+def _files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [path / "model.safetensors"]
+
+
+def _check_shapes(found: Mapping[str, Any], config: DrafterConfig, what: str) -> None:
+    expected = tensor_shapes(config)
+    if missing := sorted(expected.keys() - found.keys()):
+        raise CheckpointError(f"{what} lacks {len(missing)} tensors, the first being {missing[0]}")
+    if extra := sorted(found.keys() - expected.keys()):
+        raise CheckpointError(f"{what} has {len(extra)} tensors too many, the first being {extra[0]}")
+    for name, shape in expected.items():
+        if tuple(found[name]) != shape:
+            raise CheckpointError(f"{what}: {name} has the shape {tuple(found[name])} instead of {shape}")

@@ -1,0 +1,167 @@
+"""What a run tells: lines or a progress bar, ``metrics.jsonl``, TensorBoard, and a plot of the curves."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fxsafe.dflash.errors import DFlashError
+
+__all__ = ["Journal", "plot", "read_metrics"]
+
+
+class Journal:
+    """Writes records of a run; one JSON object a line, flushed at once.
+
+    Args:
+        directory: of the run, which exists.
+        total: steps of the whole run.
+        first: finished steps; records of later ones, from a run that was cut off, are removed.
+        tensorboard: write events too.
+        quiet: print nothing.
+    """
+
+    def __init__(
+        self, directory: Path, total: int, *, first: int = 0, tensorboard: bool = False, quiet: bool = False
+    ) -> None:
+        self.path = directory / "metrics.jsonl"
+        kept = [r for r in read_metrics(self.path) if r["step"] <= first] if self.path.exists() else []
+        new = self.path.with_suffix(".new")
+        new.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        new.replace(self.path)
+        self._stream = self.path.open("a")
+        self._total, self._quiet = total, quiet
+        self._writer: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise DFlashError("run.tensorboard needs the package tensorboard") from error
+            self._writer = SummaryWriter(str(directory / "tensorboard"))
+        self._bar: Any = None
+        if not quiet and sys.stdout.isatty():
+            from rich.progress import Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                *Progress.get_default_columns()[:3], TimeRemainingColumn(), TextColumn("{task.fields[now]}")
+            )
+            self._task = self._bar.add_task("training", total=total, completed=first, now="")
+            self._bar.start()
+
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        """Keep the numbers of a step."""
+        row = {"step": step, **values}
+        self._stream.write(json.dumps(row) + "\n")
+        self._stream.flush()
+        if self._writer is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)) and math.isfinite(value):
+                    self._writer.add_scalar(name, value, step)
+        text = describe(values)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, now=text)
+        else:
+            self.say(f"step {step}/{self._total}  {text}")
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """May be called again."""
+        self._stream.close()
+        if self._writer is not None:
+            self._writer.close()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+_SHOWN = (
+    ("loss", "loss {:.3f}"),
+    ("accuracy", "acc {:.3f}"),
+    ("accept_length", "accept {:.2f}"),
+    ("val_loss", "val loss {:.3f}"),
+    ("val_accept_length", "val accept {:.2f}"),
+    ("lr", "lr {:.2e}"),
+    ("grad_norm", "norm {:.2f}"),
+    ("tokens_per_second", "{:.0f} tok/s"),
+    ("tflops", "{:.2f} TFLOP/s"),
+    ("mfu", "MFU {:.1%}"),
+    ("drafter_wait", "wait drafter {:.0%}"),
+    ("target_wait", "target {:.0%}"),
+    ("graphs", "compiled {:.0f}"),
+)
+
+
+def describe(values: Mapping[str, Any]) -> str:
+    """The numbers that people watch, in one line."""
+    return "  ".join(form.format(values[name]) for name, form in _SHOWN if name in values)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a ``metrics.jsonl``; a last line that was cut off is left out.
+
+    Raises:
+        DFlashError: there is no such file.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise DFlashError(f"{path} cannot be read: {error}") from error
+    out = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            out.append(row)
+    return out
+
+
+def plot(directory: Path) -> Path:
+    """Draw the curves of a run into ``curves.png``.
+
+    Raises:
+        DFlashError: the directory holds no metrics.
+    """
+    rows = read_metrics(directory / "metrics.jsonl")
+    if not rows:
+        raise DFlashError(f"{directory} holds no metrics yet")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 2).flatten()
+    positions = sorted(
+        {n for row in rows for n in row if n.startswith("accuracy_")}, key=lambda n: int(n.removeprefix("accuracy_"))
+    )
+    panels = (
+        ("loss", ("loss", "val_loss")),
+        ("simulated acceptance length", ("accept_length", "val_accept_length")),
+        ("accuracy by position", tuple(positions)),
+        ("tokens per second", ("tokens_per_second",)),
+    )
+    for ax, (title, names) in zip(axes, panels, strict=True):
+        for name in names:
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            if points:
+                ax.plot(*zip(*points, strict=True), label=name, marker="." if name.startswith("val") else None)
+        ax.set_title(title)
+        ax.set_xlabel("step")
+        if ax.lines:
+            ax.legend(fontsize="small")
+    out = directory / "curves.png"
+    figure.savefig(out, dpi=100)
+    return out

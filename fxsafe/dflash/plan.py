@@ -1,0 +1,92 @@
+"""What a run will need, before it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fxsafe.dflash.config import DrafterConfig
+from fxsafe.dflash.flops import drafter_flops, target_flops
+from fxsafe.dflash.model import parameter_count
+from fxsafe.dflash.settings import Settings, dtype_of
+from fxsafe.dflash.target import Target
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Numbers for one process. Memory is in bytes, without what kernels and allocators take on top."""
+
+    parameters: int
+    target_parameters: int
+    target_bytes: int
+    """on each different target device"""
+    replica_bytes: int
+    """for each drafter: weights, gradients, sums of gradients, embedding and head"""
+    master_bytes: int
+    """on the first drafter's device: fp32 weights, moments, moving average"""
+    activation_bytes: int
+    """of one micro-batch of the longest sequences, roughly"""
+    drafter_flops: float
+    """of one longest sequence"""
+    target_flops: float
+    steps: int
+    lines: tuple[str, ...]
+
+
+def amount(number: float) -> str:
+    """Three digits and k, M, G or T."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g} "
+
+
+def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: int, steps: int) -> Plan:
+    """Compute the plan.
+
+    Args:
+        settings: of the run.
+        target: loaded.
+        config: of the drafter.
+        rows: of training data.
+        steps: of the optimizer.
+    """
+    size = dtype_of(settings.drafter.dtype).itemsize
+    parameters = parameter_count(config)
+    target_parameters = sum(p.numel() for p in target.model.parameters())
+    tied = target.head.embedding_VH.data_ptr() == target.head.output_VH.data_ptr()
+    tables = target.rows * target.hidden_size * (1 if tied else 2) * size
+    target_bytes = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    replica = parameters * (2 * size + 4) + tables
+    master = parameters * 4 * (4 if settings.optim.ema else 3)
+    length, batch, hidden = settings.data.max_length, settings.data.batch_size, config.hidden_size
+    slots = settings.drafter.anchors * config.block_size
+    inner = (
+        8 * hidden + 3 * config.intermediate_size + 2 * (config.num_attention_heads + 1) * config.head_dim
+    ) * config.num_hidden_layers
+    features = batch * length * len(config.target_layer_ids) * hidden * size
+    chunk = min(settings.loss.chunk_blocks, batch * settings.drafter.anchors) * config.block_size * target.rows
+    activations = batch * slots * inner * size + features + chunk * 4 * 3
+    drafter = drafter_flops(config, length, settings.drafter.anchors, target.rows)
+    target_cost = target_flops(target.text_config, max(config.target_layer_ids) + 1, length)
+    sequences = settings.data.batch_size * settings.data.micro_batches
+    share = drafter / target_cost
+    gib = 1 << 30
+    lines = (
+        f"target   {target.family}, {amount(target_parameters)} parameters, {target.layer_count} layers, "
+        f"tapped {', '.join(map(str, config.target_layer_ids))}",
+        f"drafter  {amount(parameters)} parameters, {config.num_hidden_layers} layers, "
+        f"{settings.drafter.anchors} blocks of {config.block_size} in each sequence, mask token {config.mask_token_id}",
+        f"devices  targets {', '.join(settings.target.devices)}; drafters {', '.join(settings.drafter.devices)}",
+        f"memory   target {target_bytes / gib:.2f} GiB, each drafter {replica / gib:.2f} GiB and up to "
+        f"{activations / gib:.2f} GiB of activations, master {master / gib:.2f} GiB on the first drafter's device, "
+        f"{settings.data.depth} x {features / gib:.3f} GiB of features for each pair",
+        f"work     {amount(target_cost)}FLOP target and {amount(drafter)}FLOP drafter for a sequence of "
+        f"{length} tokens: one target thread keeps {1 / share:.2f} drafter threads busy on equal devices; "
+        f"here it has {len(settings.drafter.devices) / len(settings.target.devices):.2f}",
+        f"steps    {steps} of {sequences} sequences, from {rows} rows",
+    )
+    return Plan(
+        parameters, target_parameters, target_bytes, replica, master, activations, drafter, target_cost, steps, lines
+    )

@@ -1,0 +1,154 @@
+"""``fxsafe dflash prepare``: answers of a data set, written anew by the target itself.
+
+A drafter has to guess what the target says, so that it learns best from what the target has said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxsafe.dflash.chat import conversation_of
+from fxsafe.dflash.errors import DataError
+from fxsafe.dflash.rows import BrokenRow, Rows
+from fxsafe.dflash.sessions import TargetSession
+from fxsafe.dflash.target import Target
+
+__all__ = ["prepare", "sample"]
+
+
+def sample(
+    target: Target,
+    prompt: list[int],
+    *,
+    new_tokens: int,
+    stop: set[int],
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator,
+) -> list[int]:
+    """Continue a prompt; greedily at temperature 0, else from the smallest set of tokens with probability ``top_p``."""
+    session = TargetSession(target, ())
+    logits, _ = session.feed(torch.tensor([prompt], device=target.device), last=True)
+    session.keep(session.length)
+    out: list[int] = []
+    while True:
+        out.append(_draw(logits[0, -1], temperature, top_p, generator))
+        if len(out) >= new_tokens or out[-1] in stop:
+            return out
+        logits, _ = session.feed(torch.tensor([[out[-1]]], device=target.device), last=True)
+        session.keep(session.length)
+
+
+def prepare(
+    target: Target,
+    tokenizer: Any,
+    rows: Rows,
+    out: Path,
+    *,
+    new_tokens: int = 2048,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    limit: int | None = None,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Write each conversation anew, turn by turn, as a line of JSON; goes on behind the lines that stand there already.
+
+    Args:
+        target: writes the answers.
+        tokenizer: with a chat template.
+        rows: conversations.
+        out: JSONL; appended to.
+        new_tokens: of an answer; a conversation whose answer does not end within them is left out from there on.
+        temperature: 0 for greedy. Use the settings that the target is served with.
+        top_p: of sampling.
+        seed: together with the number of the row decides what is drawn.
+        limit: rows at most.
+        say: prints a line.
+
+    Returns:
+        Lines in the file.
+
+    Raises:
+        DataError: no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError("the tokenizer has no chat template, so that conversations cannot be put to the target")
+    stop = {t for t in [tokenizer.eos_token_id, *_many(target.text_config.eos_token_id)] if t is not None}
+    done = _finished(out)
+    total = min(len(rows), limit or len(rows))
+    with out.open("a") as stream:
+        for number in range(total):
+            if number in done:
+                continue
+            try:
+                turns = conversation_of(rows[number])
+            except BrokenRow as error:
+                say(f"left out: {rows.origin(number)}: {error}")
+                continue
+            if turns is None:
+                say(f"left out: {rows.origin(number)}: no conversation")
+                continue
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+            answered: list[dict[str, str]] = []
+            for turn in turns:
+                if turn["role"] != "assistant":
+                    answered.append(turn)
+                    continue
+                text = tokenizer.apply_chat_template(answered, tokenize=False, add_generation_prompt=True)
+                prompt = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+                said = sample(
+                    target,
+                    prompt,
+                    new_tokens=new_tokens,
+                    stop=stop,
+                    temperature=temperature,
+                    top_p=top_p,
+                    generator=generator,
+                )
+                answered.append({"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)})
+                if said[-1] not in stop:
+                    break
+            stream.write(json.dumps({"id": number, "messages": answered}) + "\n")
+            stream.flush()
+            done.add(number)
+            if len(done) % 100 == 0:
+                say(f"{len(done)} of {total}")
+    return len(done)
+
+
+def _draw(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    if temperature <= 0:
+        return int(logits_V.argmax())
+    chance, token = (logits_V.float().cpu() / temperature).softmax(-1).sort(descending=True)
+    chance[chance.cumsum(-1) - chance >= top_p] = 0
+    return int(token[torch.multinomial(chance, 1, generator=generator)])
+
+
+def _finished(path: Path) -> set[int]:
+    """Numbers of the rows that are written; a last line that was cut off is removed."""
+    if not path.exists():
+        return set()
+    whole = list(_whole_lines(path))
+    path.write_text("".join(json.dumps(row) + "\n" for row in whole))
+    return {row["id"] for row in whole}
+
+
+def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "id" in row:
+            yield row
+
+
+def _many(token: Any) -> list[Any]:
+    return list(token) if isinstance(token, (list, tuple)) else [token]

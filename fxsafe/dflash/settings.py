@@ -1,0 +1,225 @@
+"""All settings of a run. One dataclass for each section of the YAML file; dotted names on the command line override.
+
+Lengths are in tokens, shares between 0 and 1, devices in torch's words ("cpu", "cuda:0"); the same device may stand in
+several places and is shared then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, Literal
+
+import torch
+
+from fxsafe.dflash.errors import SettingsError
+from fxsafe.dflash.losses import LossSettings
+from fxsafe.dflash.optim import OptimSettings
+
+__all__ = ["DataSettings", "DrafterSettings", "RunSettings", "Settings", "TargetSettings", "devices_of", "dtype_of"]
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """The frozen model.
+
+    Attributes:
+        model: Hub id or local directory of a causal LM in safetensors.
+        dtype: of its weights.
+        devices: one target thread for each; the weights exist once on each different device. "auto" is the first GPU
+            (that of LOCAL_RANK under torchrun), or the CPU without one.
+        trust_remote_code: let a model's own Python code run; leave it off unless you have read that code.
+    """
+
+    model: str = ""
+    dtype: Dtype = "bfloat16"
+    devices: tuple[str, ...] = ("auto",)
+    trust_remote_code: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DrafterSettings:
+    """The trained model; sizes that are not given are the target's.
+
+    Attributes:
+        layers: decoder layers.
+        block_size: tokens of a block, the given one included.
+        anchors: blocks of each sequence; sequences with fewer possible anchors fill up with unused blocks.
+        target_layer_ids: tapped layers of the target, from 0; null spreads as many as the drafter has layers.
+        mask_token_id: row of the embedding that stands for "to be drafted"; null takes the tokenizer's mask token or
+            the first row that no token uses.
+        num_attention_heads: query heads.
+        num_key_value_heads: key and value heads.
+        head_dim: size of a head.
+        intermediate_size: of the MLP.
+        sliding_layers: the first so many layers see a window of the context only.
+        sliding_window: tokens of that window.
+        warm_start: directory of a drafter in z-lab's layout to start from; all sizes are taken from it.
+        devices: one drafter thread for each; "auto" as for the target.
+        dtype: of weights and activations; master weights are fp32 always.
+        compile: compile each drafter in its own thread.
+        backend: of torch.compile.
+        attention: flex_attention needs CUDA; auto takes it there and dense SDPA elsewhere.
+    """
+
+    layers: int = 5
+    block_size: int = 16
+    anchors: int = 512
+    target_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    sliding_layers: int = 0
+    sliding_window: int = 2048
+    warm_start: str | None = None
+    devices: tuple[str, ...] = ("auto",)
+    dtype: Dtype = "bfloat16"
+    compile: bool = True
+    backend: str = "inductor"
+    attention: Literal["auto", "flex", "dense"] = "auto"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DataSettings:
+    """What is learnt from.
+
+    Attributes:
+        train: files (.jsonl, .parquet) or Hub ids, "name" or "name:split" or "name/config:split". Rows hold
+            "messages", or "conversations" with role/content or from/value, or "text", or "input_ids" and "loss_mask".
+        validation: files or Hub ids of their own; none sets rows of ``train`` apart.
+        validation_share: share of ``train`` that is set apart, if ``validation`` is empty.
+        validation_batches: micro-batches measured each time.
+        max_length: longest sequence.
+        too_long: what to do with longer ones: learn from the beginning, leave them out, or stop.
+        on_error: what to do with a row that cannot be read: report and leave it out, or stop.
+        batch_size: sequences of a micro-batch.
+        micro_batches: micro-batches of one optimizer step, over all drafters and processes.
+        bucket: lengths are padded to a multiple of this; each different length is compiled once.
+        depth: micro-batches of features that may wait between a target and a drafter.
+    """
+
+    train: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    validation_share: float = 0.01
+    validation_batches: int = 8
+    max_length: int = 3072
+    too_long: Literal["truncate", "skip", "refuse"] = "truncate"
+    on_error: Literal["skip", "refuse"] = "skip"
+    batch_size: int = 1
+    micro_batches: int = 8
+    bucket: int = 512
+    depth: int = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunSettings:
+    """The run itself.
+
+    Attributes:
+        out: directory of checkpoints, metrics, plot and export; a run that stands there already is resumed.
+        seed: decides weights, order of the data and anchors.
+        epochs: passes over the data.
+        max_steps: optimizer steps at most; null for as many as the epochs have.
+        log_every: steps between lines.
+        eval_every: steps between measurements on the validation rows; 0 for only one at the end.
+        save_every: steps between checkpoints; one is made at the end in any case.
+        keep: checkpoints that stay.
+        tensorboard: write events for TensorBoard too.
+        peak_tflops: of one device in the drafter's dtype, for MFU; null knows some GPUs.
+    """
+
+    out: str = "run"
+    seed: int = 42
+    epochs: float = 6
+    max_steps: int | None = None
+    log_every: int = 10
+    eval_every: int = 500
+    save_every: int = 500
+    keep: int = 3
+    tensorboard: bool = False
+    peak_tflops: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything.
+
+    Attributes:
+        target: the frozen model.
+        drafter: the trained model.
+        data: what is learnt from.
+        loss: what is minimised.
+        optim: how the parameters move.
+        run: the run itself.
+
+    Raises:
+        SettingsError: a number that cannot work.
+    """
+
+    target: TargetSettings = dataclasses.field(default_factory=TargetSettings)
+    drafter: DrafterSettings = dataclasses.field(default_factory=DrafterSettings)
+    data: DataSettings = dataclasses.field(default_factory=DataSettings)
+    loss: LossSettings = dataclasses.field(default_factory=LossSettings)
+    optim: OptimSettings = dataclasses.field(default_factory=OptimSettings)
+    run: RunSettings = dataclasses.field(default_factory=RunSettings)
+
+    def __post_init__(self) -> None:
+        data, drafter = self.data, self.drafter
+        for name, value in (
+            ("data.batch_size", data.batch_size),
+            ("data.micro_batches", data.micro_batches),
+            ("data.bucket", data.bucket),
+            ("data.depth", data.depth),
+            ("data.max_length", data.max_length - 1),
+            ("drafter.anchors", drafter.anchors),
+            ("drafter.layers", drafter.layers),
+            ("loss.chunk_blocks", self.loss.chunk_blocks),
+            ("run.log_every", self.run.log_every),
+            ("run.save_every", self.run.save_every),
+            ("run.keep", self.run.keep),
+            ("target.devices", len(self.target.devices)),
+            ("drafter.devices", len(drafter.devices)),
+        ):
+            if value < 1:
+                raise SettingsError(f"{name} is too small")
+        if not 0 <= data.validation_share < 1:
+            raise SettingsError("data.validation_share must be at least 0 and less than 1")
+        if drafter.sliding_layers > drafter.layers:
+            raise SettingsError("drafter.sliding_layers is more than drafter.layers")
+
+    def to_json(self) -> dict[str, Any]:
+        """For checkpoints and ``settings.json``."""
+        return dataclasses.asdict(self)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of a settings word."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def devices_of(names: tuple[str, ...], where: str) -> list[torch.device]:
+    """The devices, after checking that they exist.
+
+    Raises:
+        SettingsError: naming the ones that exist.
+    """
+    out = []
+    for name in names:
+        if name == "auto":
+            name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise SettingsError(f"{where}: {name!r} is no device") from error
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", 0)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise SettingsError(f"{where}: {name} does not exist; this machine has {torch.cuda.device_count()} GPUs")
+        if device.type not in ("cpu", "cuda"):
+            raise SettingsError(f"{where}: {device.type} devices are not supported")
+        out.append(device)
+    return out

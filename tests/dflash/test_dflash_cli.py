@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import tokens
+
+import fxsafe
+import fxsafe.cli
+from fxsafe.dflash.export import export_drafter
+from fxsafe.dflash.target import Target
+
+
+def call(*words: str) -> int:
+    """The command as a user gives it; what it installs is taken back."""
+    before = fxsafe.is_installed()
+    try:
+        return fxsafe.cli.main(["dflash", *words])
+    finally:
+        while fxsafe.is_installed() and not before:
+            fxsafe.uninstall()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a tokenizer, a drafter for it, data and settings."""
+    root = tmp_path_factory.mktemp("place")
+    model = tiny.target_model("qwen3", eos_token_id=33)
+    model.save_pretrained(root / "target")
+    tokens.tokenizer().save_pretrained(root / "target")
+    shape = Target(model).drafter_config(layers=1, block_size=4, mask_token_id=60, taps=(0, 2))
+    export_drafter(tiny.drafter(shape).state_dict(), shape, root / "drafter")
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a b c d e f g h"}]
+    lines = [json.dumps({"messages": turns})] * 12
+    (root / "data.jsonl").write_text("\n".join(lines) + "\n")
+    (root / "settings.yaml").write_text(
+        f"""
+target: {{model: {root / "target"}, dtype: float32, devices: [cpu]}}
+drafter:
+  layers: 1
+  block_size: 4
+  anchors: 3
+  target_layer_ids: [0, 2]
+  devices: [cpu, cpu]
+  dtype: float32
+  compile: false
+data: {{train: [{root / "data.jsonl"}], max_length: 64, bucket: 32, micro_batches: 2, validation_share: 0.2}}
+optim: {{lr: 1e-2}}
+run: {{out: {root / "run"}, max_steps: 3, log_every: 1}}
+"""
+    )
+    return root
+
+
+def test_train_export_plot_and_eval_work_on_each_others_output(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    words = ["train", "--config", str(place / "settings.yaml"), "--run.out", str(out), "--run.max_steps", "4"]
+    assert call(*words, "--dry-run") == 0
+    assert "drafter  " in capsys.readouterr().out
+    assert not out.exists()
+    assert call(*words) == 0
+    said = capsys.readouterr().out
+    assert "step 4/4" in said
+    assert json.loads((out / "settings.json").read_text())["drafter"]["target_layer_ids"] == [0, 2]
+    assert call("export", str(out), str(tmp_path / "again")) == 0
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (out / "export" / name).read_bytes()
+    assert call("plot", str(out)) == 0
+    report = tmp_path / "report.json"
+    assert (
+        call(
+            "eval", str(out / "export"), "--target", str(place / "target"), "--prompts", str(place / "data.jsonl"),
+            "--limit", "2", "--new-tokens", "8", "--dtype", "float32", "--device", "cpu", "--json", str(report),
+        )
+        == 0
+    )  # fmt: skip
+    document = json.loads(report.read_text())
+    assert document["equal"] == 2
+    assert "equal to the target's own in 2 of 2" in capsys.readouterr().out
+
+
+def test_prepare_writes_what_train_reads(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new.jsonl"
+    words = ("prepare", str(place / "data.jsonl"), "--target", str(place / "target"), "--out", str(out))
+    assert call(*words, "--new-tokens", "4", "--limit", "2", "--dtype", "float32", "--device", "cpu") == 0
+    assert len(out.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--target.model", "/no/where"], "no causal LM can be loaded"),
+        (["--data.train", "[nowhere.jsonl]"], "nowhere.jsonl cannot be read"),
+        (["--drafter.target_layer_ids", "[0,3]"], "is the last one"),
+        (["--drafter.devices", "[cuda:9]"], "cuda:9 does not exist"),
+        (["--data.bucket", "0"], "data.bucket is too small"),
+    ],
+)
+def test_mistakes_are_answered_with_one_line(
+    place: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("train", "--config", str(place / "settings.yaml"), *words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert message in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_drafter_of_another_target_is_refused(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = tiny.config(hidden_size=16)
+    export_drafter(tiny.drafter(shape).state_dict(), shape, tmp_path / "small")
+    words = ("eval", str(tmp_path / "small"), "--target", str(place / "target"), "--prompts", str(place / "data.jsonl"))
+    assert call(*words, "--dtype", "float32", "--device", "cpu") == 2
+    assert "is no drafter for" in capsys.readouterr().err
+
+
+def test_help_names_each_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        call("train", "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tokens of a block, the given one included" in text
+    assert "default: 16" in text
+    assert "peak learning rate" in text
+
+
+def test_a_missing_package_is_named_with_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "datasets" else real(name, *a))
+    monkeypatch.delitem(sys.modules, "fxsafe.dflash.cli", raising=False)
+    assert fxsafe.cli.main(["dflash", "train"]) == 2
+    assert "the package datasets is missing: pip install 'fxsafe[dflash]'" in capsys.readouterr().err
+
+
+def test_the_core_does_not_import_the_trainer() -> None:
+    code = "import sys, fxsafe, fxsafe.cli; fxsafe.install(); print([m for m in sys.modules if 'dflash' in m])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_only_public_names_of_fxsafe_are_used() -> None:
+    package = Path(fxsafe.__file__).parent / "dflash"
+    for file in package.rglob("*.py"):
+        for line in file.read_text().splitlines():
+            if line.strip().startswith(("import fxsafe", "from fxsafe")):
+                assert line.strip() == "import fxsafe" or "fxsafe.dflash" in line, f"{file}: {line}"
+
+
+@pytest.mark.parametrize("name", ["dflash_qwen3_8b.yaml", "dflash_one_gpu.yaml"])
+def test_the_examples_are_settings(name: str) -> None:
+    from fxsafe.dflash import cli
+
+    path = Path(__file__).parents[2] / "examples" / name
+    options = cli._parser().parse_args(["train", "--config", str(path)])
+    read = cli._settings(options["train"])
+    assert read.drafter.block_size == 16
+    assert len(read.target.devices) in (1, 5)

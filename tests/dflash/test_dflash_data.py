@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tokens
+import torch
+
+from fxsafe.dflash.batches import MicroBatch
+from fxsafe.dflash.chat import conversation_of, encoder, mask_token
+from fxsafe.dflash.errors import DataError
+from fxsafe.dflash.prepare import prepare
+from fxsafe.dflash.rows import BrokenRow, JsonLines, Table, open_rows, split_rows
+from fxsafe.dflash.stream import Examples, micro_batches
+from fxsafe.dflash.target import Target
+
+TURNS = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "a=yes"},
+    {"role": "user", "content": "and"},
+    {"role": "assistant", "content": "b=no"},
+]
+
+
+def learnt(tokenizer: Any, row: dict[str, Any]) -> list[str]:
+    """The stretches of text that are learnt."""
+    example = encoder(tokenizer, 64)(row)
+    out = []
+    for learn, group in itertools.groupby(zip(example.ids, example.learn, strict=True), key=lambda pair: pair[1]):
+        if learn:
+            out.append("".join(tokenizer.convert_ids_to_tokens([i for i, _ in group])))
+    return out
+
+
+@pytest.mark.parametrize("template", [tokens.PLAIN, tokens.MARKED], ids=["plain", "marked"])
+def test_only_the_assistants_words_and_its_end_are_learnt(template: str) -> None:
+    assert learnt(tokens.tokenizer(template), {"messages": TURNS}) == ["a=yes<|end|>", "b=no<|end|>"]
+
+
+def test_a_turn_that_the_template_rewrites_is_not_learnt() -> None:
+    assert learnt(tokens.tokenizer(tokens.FORGETFUL), {"messages": TURNS}) == ["b=no<|end|>"]
+
+
+def test_the_three_forms_of_a_conversation_are_one() -> None:
+    plain = {"conversations": TURNS}
+    shared = {
+        "conversations": [
+            {"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} for t in TURNS
+        ]
+    }
+    assert conversation_of({"messages": TURNS}) == conversation_of(plain) == conversation_of(shared) == TURNS
+    assert conversation_of({"text": "x"}) is None
+
+
+def test_plain_text_is_learnt_whole() -> None:
+    assert learnt(tokens.tokenizer(), {"text": "hello you"}) == ["hello you"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [{"role": "user"}]}, "no role and content"),
+        ({"messages": "hi"}, "no list"),
+        ({"messages": [3]}, "no object"),
+        ({"other": 1}, "has none of"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "2 input_ids and 1"),
+        ({"input_ids": [64]}, "token 64 is not in the target's vocabulary of 64 rows"),
+    ],
+)
+def test_rows_that_cannot_be_understood_say_why(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(BrokenRow, match=message):
+        encoder(tokens.tokenizer(), 64)(row)
+
+
+def test_the_mask_token_is_the_first_row_without_a_token() -> None:
+    tokenizer = tokens.tokenizer()
+    assert mask_token(tokenizer, 64, None) == len(tokenizer)
+    assert mask_token(tokenizer, 64, 5) == 5
+    assert mask_token(tokenizer, len(tokenizer), None) is None
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    assert mask_token(tokenizer, 64, None) == tokenizer.mask_token_id
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    good = [json.dumps({"text": f"text {c} of some length"}) for c in "abcdefgh"]
+    path.write_text("\n".join([good[0], "", '{"text": "cut', *good[1:], "[1]"]) + "\n")
+    return path
+
+
+def examples(rows: Any, said: list[str] | None = None, **changes: Any) -> Examples:
+    values: dict[str, Any] = {"seed": 1, "max_length": 100, "report": (said if said is not None else []).append}
+    return Examples(rows, encoder(tokens.tokenizer(), 64), **(values | changes))
+
+
+def test_a_broken_line_is_reported_with_file_and_line_and_left_out(lines: Path) -> None:
+    said: list[str] = []
+    stream = examples(JsonLines(lines), said)
+    seen = {next(stream).origin for _ in range(8)}
+    assert len(seen) == 8
+    next(stream)
+    assert stream.epoch == 1
+    assert sorted(line.partition(": no")[0] for line in set(said)) == [f"left out: {lines}:11", f"left out: {lines}:3"]
+
+
+def test_a_broken_line_ends_the_run_if_asked(lines: Path) -> None:
+    stream = examples(JsonLines(lines), on_error="refuse")
+    with pytest.raises(DataError, match=r"data\.jsonl:(3|11): no JSON"):
+        list(itertools.islice(stream, 9))
+
+
+def test_an_epoch_holds_each_row_once_in_an_order_of_its_own(lines: Path) -> None:
+    stream = examples(JsonLines(lines))
+    first, second = ([next(stream).origin for _ in range(8)] for _ in range(2))
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_a_stream_goes_on_from_any_position(lines: Path) -> None:
+    whole = examples(JsonLines(lines))
+    for count in range(20):
+        again = examples(JsonLines(lines))
+        again.seek(json.loads(json.dumps(whole.position)))
+        assert next(again).origin == next(whole).origin, count
+
+
+@pytest.mark.parametrize(("too_long", "kept"), [("truncate", [4, 6, 6]), ("skip", [4, 6])])
+def test_long_sequences_are_cut_or_left_out(too_long: str, kept: list[int]) -> None:
+    rows = Table([{"input_ids": [5] * n} for n in (4, 6, 9)], "made")
+    stream = examples(rows, max_length=6, too_long=too_long, shuffle=False)
+    assert [len(next(stream).ids) for _ in kept] == kept
+    assert stream.counts.too_long == (too_long == "truncate") or stream.epoch == 0
+
+
+def test_long_sequences_are_refused_if_asked() -> None:
+    stream = examples(Table([{"input_ids": [5] * 9}], "made"), max_length=6, too_long="refuse")
+    with pytest.raises(DataError, match=r"made, row 0: 9 tokens, and data\.max_length is 6"):
+        next(stream)
+
+
+def batches_of(rank: int, world: int, count: int) -> list[MicroBatch]:
+    stream = examples(Table([{"input_ids": [5 + n] * (6 + n)} for n in range(12)], "made"))
+    made = micro_batches(stream, seed=3, batch_size=2, anchors=3, bucket=8, rank=rank, world=world)
+    return list(itertools.islice(made, count))
+
+
+def test_processes_share_out_the_micro_batches_of_one() -> None:
+    alone = batches_of(0, 1, 8)
+    parts = [batches_of(rank, 2, 4) for rank in (0, 1)]
+    together = [b for pair in zip(*parts, strict=True) for b in pair]
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours.index == theirs.index
+        assert torch.equal(ours.ids_BS, theirs.ids_BS)
+        assert torch.equal(ours.anchors_BN, theirs.anchors_BN)
+    assert parts[0][-1].position == parts[1][-1].position == alone[-1].position
+    assert {b.ids_BS.shape[1] % 8 for b in alone} == {0}
+
+
+def test_parquet_is_read_by_number(tmp_path: Path) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
+    table.to_parquet(str(tmp_path / "x.parquet"))
+    rows = open_rows([str(tmp_path / "x.parquet"), str(tmp_path / "x.parquet")])
+    assert [rows[i]["text"] for i in range(len(rows))] == ["one", "two", "one", "two"]
+    assert rows.origin(3).endswith("x.parquet, row 1")
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "nowhere.parquet", "no/such/place"])
+def test_data_that_do_not_exist_are_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=name):
+        open_rows([name])
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match="not a single row"):
+        open_rows([str(tmp_path / "x.jsonl")])
+
+
+def test_the_validation_rows_are_apart_and_always_the_same() -> None:
+    rows = Table([{"input_ids": [n]} for n in range(50)], "made")
+    train, held = split_rows(rows, 0.1, 3)
+    numbers = [[part.origin(i) for i in range(len(part))] for part in (train, held)]
+    assert len(numbers[1]) == 5
+    assert not set(numbers[0]) & set(numbers[1])
+    assert [len(part) for part in split_rows(rows, 0.0, 3)] == [50, 0]
+    again = split_rows(rows, 0.1, 3)[1]
+    assert [again.origin(i) for i in range(5)] == numbers[1]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny.target_model("qwen3"))
+
+
+def test_answers_are_written_by_the_target_and_a_second_run_goes_on(target: Target, tmp_path: Path) -> None:
+    tokenizer = tokens.tokenizer()
+    rows = Table([{"messages": TURNS}, {"text": "none"}, {"messages": TURNS[:2]}], "made")
+    said: list[str] = []
+    words: dict[str, Any] = {"new_tokens": 5, "say": said.append}
+    out = tmp_path / "out.jsonl"
+    assert prepare(target, tokenizer, rows, out, limit=1, **words) == 1
+    out.write_text(out.read_text() + '{"id": 2, "mess')
+    assert prepare(target, tokenizer, rows, out, **words) == 2
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["id"] for row in written] == [0, 2]
+    assert said == ["left out: made, row 1: no conversation"]
+    ids = tokenizer("<|user|>hi<|end|>\n<|assistant|>", add_special_tokens=False)["input_ids"]
+    answer: list[int] = []
+    while len(answer) < 5 and answer[-1:] != [tokenizer.eos_token_id] and answer[-1:] != [2]:
+        answer.append(int(target.forward(torch.tensor([ids + answer]), ())[0][0, -1].argmax()))
+    assert written[0]["messages"][1]["content"] == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_sampled_answers_are_the_same_for_the_same_seed(target: Target, tmp_path: Path) -> None:
+    rows = Table([{"messages": TURNS[:2]}], "made")
+    texts = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        out = tmp_path / name
+        prepare(target, tokens.tokenizer(), rows, out, new_tokens=12, temperature=1.0, top_p=0.9, seed=seed)
+        texts.append(out.read_text())
+    assert texts[0] == texts[1] != texts[2]

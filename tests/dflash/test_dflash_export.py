@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from fxsafe.dflash import export
+from fxsafe.dflash.errors import CheckpointError
+from fxsafe.dflash.export import export_drafter, load_drafter, tensor_shapes
+from fxsafe.dflash.masks import dense_masks
+from fxsafe.dflash.model import Drafter
+
+
+def test_an_export_has_the_layout_and_nothing_else(tmp_path: Path) -> None:
+    shape = tiny.config(rope_theta=123456.0)
+    out = export_drafter(tiny.drafter(shape).state_dict(), shape, tmp_path / "out")
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    tensors = load_file(out / "model.safetensors")
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == tensor_shapes(shape)
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    document = json.loads((out / "config.json").read_text())
+    assert document["rope_theta"] == document["rope_parameters"]["rope_theta"] == 123456.0
+    assert document["block_size"] == document["dflash_config"]["block_size"] == 4
+    assert document["num_target_layers"] == 4
+
+
+@pytest.mark.parametrize("shape", [tiny.config(), tiny.sliding(), tiny.sliding(causal=None)], ids=str)
+@pytest.mark.filterwarnings("ignore")  # transformers deprecates what the package calls
+def test_the_package_dflash_computes_the_same(shape: export.DrafterConfig, tmp_path: Path) -> None:
+    dflash_model = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
+    model = tiny.drafter(shape).bfloat16().float()
+    out = export_drafter(model.state_dict(), shape, tmp_path / "out")
+    theirs = dflash_model.DFlashDraftModel.from_pretrained(out, dtype=torch.float32).eval()
+    assert theirs.target_layer_ids == list(shape.target_layer_ids)
+    assert (theirs.block_size, theirs.mask_token_id) == (shape.block_size, shape.mask_token_id)
+    anchors = [1, 3, 11, 23]
+    ids, feats, blocks = tiny.inputs(shape, anchors)
+    head = tiny.head()
+    with torch.no_grad():
+        ours = model(
+            feats,
+            head.embed(blocks.ids_BNK.flatten(1)),
+            blocks.positions_BNK.flatten(1),
+            dense_masks(shape, blocks.anchors_BN, blocks.keep_BN, ids.shape[1]),
+        ).view(2, 4, 4, -1)
+        for j, anchor in enumerate(anchors):
+            reference = theirs(
+                position_ids=torch.arange(anchor + 4).expand(2, -1),
+                noise_embedding=head.embed(blocks.ids_BNK[:, j]),
+                target_hidden=feats[:, :anchor],
+            )
+            torch.testing.assert_close(ours[:, j], reference, atol=2e-5, rtol=1e-5)
+
+
+def test_a_warm_start_reads_a_drafter_of_several_files_and_a_prefix(tmp_path: Path) -> None:
+    shape = tiny.config()
+    state = tiny.drafter(shape).state_dict()
+    names = sorted(state)
+    parts = {"a.safetensors": names[:10], "b.safetensors": names[10:]}
+    for file, inside in parts.items():
+        save_file({f"model.{name}": state[name] for name in inside}, tmp_path / file)
+    index = {f"model.{name}": file for file, inside in parts.items() for name in inside}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (tmp_path / "config.json").write_text(json.dumps(shape.to_json()))
+    again, read = load_drafter(tmp_path)
+    warm = Drafter(again)
+    export.load_into(warm, read)
+    assert again == shape
+    assert all(torch.equal(state[name], tensor) for name, tensor in warm.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda s: s.pop("fc.weight"), "lacks 1 tensors, the first being fc.weight"),
+        (lambda s: s.update(mask_hidden=torch.zeros(1)), "1 tensors too many, the first being mask_hidden"),
+        (lambda s: s.update({"fc.weight": torch.zeros(2, 2)}), "fc.weight has the shape"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(damage, message: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    shape = tiny.config()
+    state = dict(tiny.drafter(shape).state_dict())
+    damage(state)
+    with pytest.raises(CheckpointError, match=message):
+        export_drafter(state, shape, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    shape = tiny.config()
+    out = export_drafter(tiny.drafter(shape).state_dict(), shape, tmp_path / "out")
+    file = out / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_drafter(out)
+    (out / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"no readable config\.json"):
+        load_drafter(out)
+
+
+def test_an_export_that_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = tiny.config()
+    good = export_drafter(tiny.drafter(shape).state_dict(), shape, tmp_path / "out")
+    before = (good / "model.safetensors").read_bytes()
+    flipped = tiny.drafter(shape, seed=9)
+    state = {name: t.bfloat16() for name, t in flipped.state_dict().items()}
+    monkeypatch.setattr(export, "load_drafter", lambda path: (shape, state | {"fc.weight": state["fc.weight"] + 1}))
+    with pytest.raises(CheckpointError, match="not what was written"):
+        export_drafter(state, shape, good)
+    assert (good / "model.safetensors").read_bytes() == before
+
+
+def test_a_directory_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("")
+    with pytest.raises(CheckpointError, match="something else"):
+        export_drafter(tiny.drafter(tiny.config()).state_dict(), tiny.config(), tmp_path / "out")
+    assert (tmp_path / "out" / "thesis.tex").exists()

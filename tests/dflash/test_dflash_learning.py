@@ -1,0 +1,62 @@
+"""Whole runs in small: what is measured in training is what decoding gains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from fxsafe.dflash.batches import Example, collate
+from fxsafe.dflash.demo import DemoSize, run_demo
+from fxsafe.dflash.engine import Engine
+from fxsafe.dflash.losses import LossSettings
+from fxsafe.dflash.optim import Master, OptimSettings
+from fxsafe.dflash.replica import Replica, ReplicaSettings
+from fxsafe.dflash.speculate import decode, evaluate
+from fxsafe.dflash.target import Target
+
+CPU = torch.device("cpu")
+
+
+def test_a_drafter_that_knows_its_texts_gains_in_decoding_what_training_measured() -> None:
+    """Catches leaks and shifts: with either, training looks as good and decoding gains nothing."""
+    target = Target(tiny.target_model("qwen3"))
+    config = target.drafter_config(
+        layers=2, block_size=4, mask_token_id=63, taps=(0, 1, 2), intermediate_size=96, head_dim=16
+    )
+    generator = torch.Generator().manual_seed(4)
+    prompts = torch.randint(3, 60, (8, 6), generator=generator).tolist()
+    examples = []
+    for prompt in prompts:
+        text = [*prompt, *decode(target, prompt, new_tokens=25).tokens]
+        examples.append(Example(text, [i >= len(prompt) for i in range(len(text))]))
+    batches = (collate(examples, index=i, seed=0, anchors=10, bucket=32) for i in range(10**9))
+    replica = Replica(config, target.head, CPU, ReplicaSettings(compile=False), LossSettings())
+    replica.drafter.initialize(torch.Generator().manual_seed(0))
+    master = Master(replica.drafter.state_dict(), OptimSettings(), CPU)
+    with Engine([target], [replica], master, batches, per_step=1) as engine:
+        for step in range(200):
+            report = engine.step(5e-3 * min(1.0, (200 - step) / 100))
+    simulated = report.tally.metrics()
+    assert simulated["accuracy"] > 0.9
+    real = evaluate(target, replica.drafter, target.head, prompts, new_tokens=25)
+    assert real.equal == len(prompts)
+    assert real.acceptance_pooled == pytest.approx(simulated["accept_length"], rel=0.15)
+    assert real.acceptance_pooled > 3
+
+
+def test_the_demo_in_small(tmp_path: Path) -> None:
+    size = DemoSize(
+        hidden=64, length=48, target_steps=60, target_batch=4, drafter_steps=25, anchors=6, prompts=2, new_tokens=24,
+        compile=False,
+    )  # fmt: skip
+    said: list[str] = []
+    result = run_demo(tmp_path / "demo", size, said.append)
+    for name in ("untrained", "trained"):
+        assert result[name]["equal"] == 2
+        assert result[name]["new_tokens"] == 48
+    assert result["trained"]["acceptance_pooled"] > result["untrained"]["acceptance_pooled"]
+    assert (tmp_path / "demo" / "evaluation.json").exists()
+    assert any("1 target" in line or "devices" in line for line in said)

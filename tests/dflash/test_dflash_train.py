@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from fxsafe.dflash import checkpoint
+from fxsafe.dflash.engine import StepReport, WorkerError
+from fxsafe.dflash.errors import CheckpointError, DataError, DFlashError, NotFiniteError, SettingsError
+from fxsafe.dflash.export import export_drafter, load_drafter
+from fxsafe.dflash.journal import plot, read_metrics
+from fxsafe.dflash.losses import LossSettings
+from fxsafe.dflash.optim import OptimSettings
+from fxsafe.dflash.rows import Table
+from fxsafe.dflash.settings import DataSettings, DrafterSettings, RunSettings, Settings, TargetSettings
+from fxsafe.dflash.target import Target
+from fxsafe.dflash.train import Trainer
+
+
+def rows(count: int = 30) -> Table:
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(8, 30, (count,), generator=generator).tolist()
+    return Table([{"input_ids": torch.randint(3, 60, (n,), generator=generator).tolist()} for n in lengths], "made")
+
+
+def settings(out: Path, **changes: Any) -> Settings:
+    base = Settings(
+        target=TargetSettings(dtype="float32", devices=("cpu",)),
+        drafter=DrafterSettings(
+            layers=2, block_size=4, anchors=4, target_layer_ids=(0, 2), mask_token_id=63,
+            devices=("cpu", "cpu"), dtype="float32", compile=False,
+        ),
+        data=DataSettings(validation_share=0.1, max_length=32, batch_size=2, micro_batches=4, bucket=16),
+        loss=LossSettings(weighting="dpace"),
+        optim=OptimSettings(lr=1e-2, ema=0.9),
+        run=RunSettings(out=str(out), max_steps=9, log_every=2, eval_every=4, save_every=3, keep=2),
+    )  # fmt: skip
+    for path, value in changes.items():
+        section, name = path.split("__")
+        base = dataclasses.replace(base, **{section: dataclasses.replace(getattr(base, section), **{name: value})})
+    return base
+
+
+def trainer(out: Path, target: Any = None, **changes: Any) -> Trainer:
+    target = target or Target(tiny.target_model("qwen3"))
+    return Trainer(settings(out, **changes), target=target, rows=rows(), say=lambda line: None)
+
+
+def state_of(out: Path) -> dict[str, torch.Tensor]:
+    found = checkpoint.latest(out / "checkpoints")
+    assert found is not None
+    return checkpoint.load_checkpoint(found)[0]
+
+
+def test_a_run_leaves_all_that_is_promised(tmp_path: Path) -> None:
+    outcome = trainer(tmp_path / "run").run(quiet=True)
+    assert outcome.finished
+    assert outcome.step == 9
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "checkpoints", "curves.png", "export", "metrics.jsonl", "settings.json",
+    ]  # fmt: skip
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")] == [
+        "step-00000006", "step-00000009",
+    ]  # fmt: skip
+    assert outcome.validation is not None
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in metrics if "loss" in r] == [2, 4, 6, 8, 9]
+    assert [r["step"] for r in metrics if "val_loss" in r] == [4, 8, 9]
+    for name in ("lr", "grad_norm", "tokens_per_second", "drafter_wait", "target_wait", "graphs", "accuracy_1"):
+        assert name in metrics[0]
+    config, exported = load_drafter(outcome.export or "")
+    assert config == trainer(tmp_path / "other").config
+    state = state_of(tmp_path / "run")
+    assert torch.equal(exported["fc.weight"], state["average.fc.weight"].bfloat16())
+    assert not torch.equal(state["average.fc.weight"], state["weight.fc.weight"])
+
+
+@pytest.mark.parametrize("stop_at", [4, 6])
+def test_a_run_that_was_stopped_goes_on_with_the_numbers_of_one_that_was_not(tmp_path: Path, stop_at: int) -> None:
+    whole = trainer(tmp_path / "whole")
+    whole.run(quiet=True)
+    first = trainer(tmp_path / "parts")
+
+    def stop(step: int, report: StepReport) -> None:
+        if step == stop_at:
+            first.stop()
+
+    outcome = first.run(quiet=True, on_step=stop)
+    assert not outcome.finished
+    assert outcome.step == stop_at
+    assert outcome.export is None
+    position = checkpoint.load_checkpoint(outcome.checkpoint)[1]["position"]
+    assert position["offset"] not in (0, len(first.rows)), "in the middle of an epoch"
+    assert trainer(tmp_path / "parts").run(quiet=True).finished
+    ours, theirs = state_of(tmp_path / "parts"), state_of(tmp_path / "whole")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    last = [read_metrics(tmp_path / name / "metrics.jsonl")[-2:] for name in ("parts", "whole")]
+    for mine, other in zip(*last, strict=True):
+        for name in mine.keys() & {"loss", "accuracy", "accept_length", "val_loss", "val_accept_length", "lr"}:
+            assert mine[name] == other[name]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    outcome = trainer(tmp_path).run(
+        quiet=True, on_step=lambda step, report: os.kill(os.getpid(), number) if step == 2 else None
+    )
+    assert not outcome.finished
+    assert outcome.checkpoint.name == "step-00000002"
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_interrupts_and_still_saves(tmp_path: Path) -> None:
+    def twice(step: int, report: StepReport) -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path).run(quiet=True, on_step=twice)
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == ["step-00000001"]
+
+
+def test_a_thread_that_fails_leaves_the_state_of_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny.target_model("qwen3"))
+    run = trainer(tmp_path, target)
+    features, calls = target.features, 0
+
+    def fail(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 14:
+            raise RuntimeError("cable")
+        return features(*args)
+
+    monkeypatch.setattr(target, "features", fail)
+    with pytest.raises(WorkerError, match="target-0 failed with RuntimeError: cable"):
+        run.run(quiet=True)
+    (saved,) = checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1:]
+    step = checkpoint.load_checkpoint(saved)[1]["step"]
+    monkeypatch.undo()
+    assert trainer(tmp_path).run(quiet=True).finished
+    trainer(tmp_path / "whole").run(quiet=True)
+    ours, theirs = state_of(tmp_path), state_of(tmp_path / "whole")
+    assert 0 <= step < 9
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = checkpoint.save_file, 0
+
+    def full(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*args)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"No space left .* the last good one is step-00000003"):
+        trainer(tmp_path).run(quiet=True)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+    checkpoint.load_checkpoint(tmp_path / "checkpoints" / "step-00000003")
+
+
+def test_a_checkpoint_that_was_damaged_is_refused_with_an_older_one_named(tmp_path: Path) -> None:
+    trainer(tmp_path).run(quiet=True)
+    last = checkpoint.latest(tmp_path / "checkpoints")
+    assert last is not None
+    data = bytearray((last / "state.safetensors").read_bytes())
+    data[-1] ^= 1
+    (last / "state.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"step-00000009 is damaged.*an older one is .*step-00000006"):
+        trainer(tmp_path).run(quiet=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": "another"}', '{"format": "fxsafe-dflash-checkpoint", "version": 99}']
+)
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path, text: str) -> None:
+    place = tmp_path / "checkpoints" / "step-00000001"
+    place.mkdir(parents=True)
+    (place / "state.json").write_text(text)
+    with pytest.raises(CheckpointError):
+        trainer(tmp_path).run(quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"run__seed": 1}, r"run\.seed 42, and now it is 1"),
+        ({"data__batch_size": 1}, r"data\.batch_size"),
+        ({"drafter__layers": 1}, "of another drafter"),
+    ],
+)
+def test_a_run_is_not_resumed_with_settings_that_would_change_it(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    trainer(tmp_path, run__max_steps=1).run(quiet=True)
+    with pytest.raises(CheckpointError, match=message):
+        trainer(tmp_path, **change).run(quiet=True)
+
+
+def test_nothing_on_disk_is_a_pickle(tmp_path: Path) -> None:
+    trainer(tmp_path).run(quiet=True)
+    kinds = {p.suffix for p in tmp_path.rglob("*") if p.is_file()}
+    assert kinds == {".json", ".jsonl", ".png", ".safetensors"}
+
+
+def test_a_warm_start_begins_with_the_released_weights(tmp_path: Path) -> None:
+    shape = Target(tiny.target_model("qwen3")).drafter_config(layers=2, block_size=4, mask_token_id=63, taps=(0, 2))
+    state = tiny.drafter(shape).state_dict()
+    export_drafter(state, shape, tmp_path / "released")
+    run = trainer(
+        tmp_path / "run",
+        drafter__warm_start=str(tmp_path / "released"),
+        optim__lr=0.0,
+        optim__ema=0.0,
+        run__max_steps=1,
+    )
+    run.run(quiet=True)
+    weights = state_of(tmp_path / "run")
+    assert all(torch.equal(weights[f"weight.{name}"], t.bfloat16().float()) for name, t in state.items())
+
+
+def test_a_warm_start_from_a_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
+    shape = tiny.config(num_target_layers=9)
+    export_drafter(tiny.drafter(shape).state_dict(), shape, tmp_path / "released")
+    with pytest.raises(CheckpointError, match="no drafter for this target"):
+        trainer(tmp_path / "run", drafter__warm_start=str(tmp_path / "released"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"drafter__target_layer_ids": (0, 4)}, SettingsError, "target layer 4 does not exist"),
+        ({"drafter__target_layer_ids": (0, 3)}, SettingsError, "is the last one"),
+        ({"drafter__mask_token_id": None}, SettingsError, "free for the mask token"),
+        ({"drafter__mask_token_id": 64}, SettingsError, "no row of the embedding"),
+        ({"drafter__devices": ("cuda:77",)}, SettingsError, "cuda:77 does not exist"),
+        ({"drafter__devices": ("toaster",)}, SettingsError, "'toaster' is no device"),
+        ({"data__max_length": 10**6}, SettingsError, "positions"),
+        ({"data__validation": ("nowhere.jsonl",)}, DataError, r"nowhere\.jsonl cannot be read"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    tmp_path: Path, change: dict[str, Any], error: type[DFlashError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        trainer(tmp_path / "run", **change)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_saves_and_names_the_rows(tmp_path: Path) -> None:
+    target = Target(tiny.target_model("qwen3"))
+    run = trainer(tmp_path, target)
+    features, calls = target.features, 0
+
+    def poison(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return features(*args) * (float("nan") if calls > 8 else 1.0)
+
+    target.features = poison  # type: ignore[method-assign]
+    with pytest.raises(NotFiniteError, match=r"made, row \d+"):
+        run.run(quiet=True)
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == ["step-00000002"]
+    assert all(t.isfinite().all() for t in state_of(tmp_path).values())
+
+
+def test_rows_without_anything_to_learn_end_the_run_with_counts(tmp_path: Path) -> None:
+    silent = Table([{"input_ids": [5] * 9, "loss_mask": [0] * 9}] * 20, "made")
+    run = Trainer(
+        settings(tmp_path, data__validation_share=0.0),
+        target=Target(tiny.target_model("qwen3")),
+        rows=silent,
+        say=lambda line: None,
+    )
+    with pytest.raises(DataError, match="20 without two tokens of the assistant"):
+        run.run(quiet=True)
+
+
+def test_the_plan_counts_what_is_there(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    assert run.plan.parameters == sum(p.numel() for p in tiny.drafter(run.config).parameters())
+    assert run.plan.steps == run.steps == 9
+    assert any("63" in line for line in run.plan.lines)
+    assert not list(tmp_path.iterdir())
+
+
+def test_curves_are_drawn_from_what_was_written(tmp_path: Path) -> None:
+    with pytest.raises(DFlashError, match="cannot be read"):
+        plot(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0, "accuracy_1": 0.5}\n{"step": 2, "loss": 1.5}\n{"st'
+    )
+    assert plot(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_settings_are_kept_as_json(tmp_path: Path) -> None:
+    trainer(tmp_path, run__max_steps=1).run(quiet=True)
+    kept = json.loads((tmp_path / "settings.json").read_text())
+    assert kept["drafter"]["block_size"] == 4
+    assert load_file(tmp_path / "export" / "model.safetensors")
