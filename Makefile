@@ -1,5 +1,6 @@
 # make demo      the main job: a fault without fxsafe, and its absence with each fix
 # make test      the test suite;  TORCH=2.14.1 chooses another release
+# make test-dflash  the trainer's own tests
 # make lint      style, types
 # make bench     what fxsafe costs, as ratios
 # make soak      everything that traces, at once, for MINUTES (10), every result compared with a serial run
@@ -11,7 +12,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 MINUTES ?= 10
 
-.PHONY: demo test lint bench soak matrix clean
+.PHONY: demo test test-dflash lint bench soak matrix clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml
@@ -27,6 +28,13 @@ demo: $(READY)
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+# The trainer needs its extra, in an environment of its own.
+test-dflash: pyproject.toml
+	test -d .venv-dflash || $(PYTHON) -m venv .venv-dflash
+	.venv-dflash/bin/python -m pip install --quiet torch==$(TORCH)
+	.venv-dflash/bin/python -m pip install --quiet --editable '.[test,dflash]'
+	.venv-dflash/bin/python -m pytest tests/dflash $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -142,7 +142,7 @@ def _open(name: str) -> Iterator[Rows]:
         return
     if path.suffix == ".parquet" and not path.exists():
         raise DataError(f"{name} does not exist")
-    import datasets  # type: ignore[import-untyped]
+    import datasets  # type: ignore[import-untyped, unused-ignore]
 
     try:
         if path.suffix == ".parquet":
