@@ -1,7 +1,7 @@
 """One fault, three ways: plain torch, and fxsafe with each of its fixes.
 
-A thread is inside ``torch.fx.symbolic_trace`` (every cold compile traces too) while the main thread calls a function
-that was compiled long before. Up to torch 2.13 the call is refused, or silently runs eager.
+A thread is inside ``torch.fx.symbolic_trace`` (up to 2.12 any cold compile does as well) while the main thread calls a
+function that was compiled long before. Up to torch 2.13 the call is refused, or silently runs eager.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ A mistake of the user's is answered with one line on stderr and status 2, never 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -198,11 +201,19 @@ def _info(fix: str, as_json: bool) -> int:
         import torch
     except (ImportError, OSError) as error:
         raise FxsafeError(f"torch cannot be imported: {error}") from error
+    from fxsafe.patches import CATALOGUE
+
+    # A patch that waits for a module would say nothing of this torch.
+    for name in dict.fromkeys(module for patch in CATALOGUE for module in patch.modules):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     records = fxsafe.info()
     if as_json:
         print(json.dumps(records, indent=2, default=str))
         return 0
     print(f"fxsafe {_version()} on torch {torch.__version__}, fix {fix}")
+    counts = collections.Counter(record["status"] for record in records)
+    print(", ".join(f"{number} {status}" for status, number in counts.most_common()))
     for record in records:
         print()
         print(_block(record))

@@ -256,6 +256,8 @@ def _join(request: _Request) -> None:
     assert there is not None
     for what, old, new in (("fix", there.fix, request.fix), ("patches", there.patches, request.patches)):
         if old != new:
+            if what == "patches":
+                old, new = (names if names is not None else "all that go with the fix" for names in (old, new))
             raise FxsafeError(
                 f"fxsafe is installed with {what}={old!r} already and cannot be installed with {what}={new!r} too; "
                 "give the first installation back before, or use the same"
@@ -465,6 +467,8 @@ class installed:
     def __init__(
         self, fix: str = "thread-local", *, patches: Iterable[str] | None = None, strict: bool | None = None
     ) -> None:
+        if callable(fix):
+            raise TypeError("write @fxsafe.installed(), with parentheses")
         names = None if patches is None else _names("installed(patches=...)", patches)
         self._install = functools.partial(install, fix, patches=names, strict=strict)
         self._handles: list[Installation] = []
@@ -485,7 +489,7 @@ class installed:
     def __call__(self, function: _F) -> _F:
         import inspect
 
-        if inspect.isclass(function) or inspect.isasyncgenfunction(function):
+        if not callable(function) or inspect.isclass(function) or inspect.isasyncgenfunction(function):
             raise TypeError("@fxsafe.installed() decorates functions, generator functions and coroutine functions")
         wrapped: Any
         if inspect.iscoroutinefunction(function):

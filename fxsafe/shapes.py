@@ -48,6 +48,11 @@ def shape_of(code: CodeType) -> Shape:
     return Shape(code.co_varnames[:count], frozenset(reads), frozenset(writes))
 
 
+def _named(found: Any) -> str:
+    module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
+    return f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else repr(found)
+
+
 def own_function(owner: ModuleType | type, name: str) -> FunctionType:
     """The function that torch itself defined as ``owner.name``, also below well-behaved wrappers of other people.
 
@@ -69,8 +74,8 @@ def own_function(owner: ModuleType | type, name: str) -> FunctionType:
         seen.add(id(function))
     if not (type(function) is FunctionType and function.__module__ == module and function.__code__.co_name == name):
         raise ShapeError(
-            f"{where} was replaced by {getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', found)!s}, "
-            "which is left in place"
+            f"{where} was replaced by {_named(found)}, which is left in place; if it wraps torch's own, give it "
+            "__wrapped__ (functools.wraps does)"
         )
     return function
 

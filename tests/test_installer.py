@@ -80,6 +80,10 @@ def test_installed_decorates_functions_generators_and_coroutines():
     assert not fxsafe.is_installed()
     with pytest.raises(TypeError, match="decorates functions"):
         fxsafe.installed()(nn.Linear)
+    with pytest.raises(TypeError, match="decorates functions"):
+        fxsafe.installed()(classmethod(lambda cls: cls))
+    with pytest.raises(TypeError, match="with parentheses"):
+        fxsafe.installed(nn.Linear)
 
 
 def test_one_installed_object_serves_nested_and_concurrent_blocks():
@@ -100,7 +104,9 @@ def test_another_fix_or_other_patches_are_refused_and_both_are_named():
     with fxsafe.install():
         with pytest.raises(fxsafe.FxsafeError, match=r"fix='thread-local' already .* fix='always-false'"):
             fxsafe.install("always-false")
-        with pytest.raises(fxsafe.FxsafeError, match=r"patches=None already .* patches=\('tracing-flag',\)"):
+        with pytest.raises(
+            fxsafe.FxsafeError, match=r"patches='all that go with the fix' already .* patches=\('tracing-flag',\)"
+        ):
             fxsafe.install(patches=["tracing-flag"])
         assert fxsafe.is_installed()
 
