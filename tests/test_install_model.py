@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.fx._symbolic_trace as st
-from conftest import changed_places
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from places import changed_places
 from support import FLAG_IS_GLOBAL, Task, trace_elsewhere
 
 import fxsafe

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 import torch.fx._symbolic_trace as st
-from conftest import changed_places
+from places import changed_places
 from support import FLAG_IS_GLOBAL, Task, program, trace_elsewhere
 from torch import nn
 
@@ -464,7 +464,7 @@ def test_a_child_forked_during_anothers_trace_can_do_everything(fix):
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         import torch, fxsafe
         from support import *
-        from conftest import changed_places
+        from places import changed_places
         compiled = torch.compile(lambda x: x + 1, backend="eager")
         compiled(torch.ones(2))
         handle = fxsafe.install({fix!r})

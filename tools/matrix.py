@@ -24,7 +24,7 @@ RELEASES = ("2.5.1", "2.6.0", "2.8.0", "2.9.1", "2.11.0", "2.13.0", "2.14.1", "2
 FIXES = ("thread-local", "always-false")
 HEAD = """# The release matrix
 
-Written by `make matrix`: the test suite and `fxsafe doctor` on real releases, one at a time, in throw-away
+Written by `tools/matrix.py`: the test suite and `fxsafe doctor` on real releases, one at a time, in throw-away
 environments. A fault is `fails` where plain torch shows it, `-` where it does not; behind the arrow, what the same
 program does with fxsafe. `can't try`: it needs what that machine lacks. `advice` marks faults that no patch claims.
 """
