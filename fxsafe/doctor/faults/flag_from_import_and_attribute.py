@@ -45,5 +45,7 @@ other = ask()
 leave.set()
 task.result()
 after = ask()
-wrong = any(other.values()) or any(after.values()) or not all(all(answers.values()) for answers in own)
+# Not is_fx_symbolic_tracing: whoever wants compiled calls never refused has it say False to everybody.
+told = [value for answers in own for name, value in answers.items() if name != "is_fx_symbolic_tracing"]
+wrong = any(other.values()) or any(after.values()) or not all(told)
 finish(wrong or len(own) != 2, tracing_thread=own, other_thread=other, after=after)
