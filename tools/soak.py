@@ -220,8 +220,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fix", default="thread-local")
     parser.add_argument("--plain", action="store_true", help="without fxsafe")
-    # torch itself keeps 0.2 to 0.5 MB of each compile of new code, whoever asks for it.
-    parser.add_argument("--most-growth", type=float, default=100.0, metavar="MB", help="per minute, after a warm-up")
+    # torch itself keeps 0.2 to 0.5 MB of each compile of new code, whoever asks for it: about 50 KB of a job on average.
+    parser.add_argument("--most-growth", type=float, default=150.0, metavar="KB", help="per job, after a warm-up")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -257,10 +257,10 @@ def main() -> int:
     threads = [threading.Thread(target=loop, args=(i,), daemon=True) for i in range(options.threads)]
     for thread in threads:
         thread.start()
-    memory: list[tuple[float, float]] = []
+    memory: list[tuple[int, float]] = []
     while time.monotonic() < end:
         time.sleep(min(5.0, max(0.1, end - time.monotonic())))
-        memory.append((time.monotonic(), resident_mb()))
+        memory.append((sum(done.copy().values()), resident_mb()))
     for thread in threads:
         thread.join(120)
     hung = sum(thread.is_alive() for thread in threads)
@@ -268,11 +268,11 @@ def main() -> int:
     with handle:
         pass
     half = memory[len(memory) // 2 :]
-    minutes = (half[-1][0] - half[0][0]) / 60
-    growth = (half[-1][1] - half[0][1]) / minutes if minutes > 0 else 0.0
+    jobs = half[-1][0] - half[0][0]
+    growth = 1024 * (half[-1][1] - half[0][1]) / jobs if jobs else 0.0
     for name, text in first.items():
         print(f"== {name}\n{text}", file=sys.stderr)
-    good = not wrong and not hung and not residue and (growth <= options.most_growth or minutes < 0.25)
+    good = not wrong and not hung and not residue and (growth <= options.most_growth or jobs < 200)
     print(
         json.dumps(
             {
@@ -286,7 +286,7 @@ def main() -> int:
                 "hung": hung,
                 "residue": residue,
                 "memory_mb": round(memory[-1][1]),
-                "growth_mb_per_minute": round(growth, 1),
+                "growth_kb_per_job": round(growth, 1),
             }
         )
     )
