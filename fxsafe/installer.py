@@ -371,7 +371,7 @@ def _arrived() -> None:
             return
         waiting = [p for p in CATALOGUE if _state.verdicts[p.name].status == "waiting"]
         try:
-            verdicts = _verdicts(_lenient(request), waiting)
+            verdicts = _verdicts(request._replace(strict=False), waiting)
             _carry_out(verdicts)
         except Exception as error:  # whatever it is, the user's import must not fail by it
             verdicts = {
@@ -379,10 +379,6 @@ def _arrived() -> None:
             }
             _warn_without_raising(f"fxsafe: left out {', '.join(verdicts)}: {error!r}")
         _state.verdicts.update(verdicts)
-
-
-def _lenient(request: _Request) -> _Request:
-    return _Request(request.fix, request.patches, False, request.disabled)
 
 
 def _warn_without_raising(message: str) -> None:

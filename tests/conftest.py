@@ -4,7 +4,9 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 from places import changed_places
+from support import X, double_plus_one
 
 import fxsafe
 
@@ -23,3 +25,12 @@ def nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         fxsafe.uninstall()
     assert not left, "the test left fxsafe installed"
     assert changed_places() == []
+
+
+@pytest.fixture
+def warm():
+    """``double_plus_one``, compiled and called before the test begins."""
+    compiled = torch.compile(double_plus_one, backend="eager")
+    compiled(X)
+    yield compiled
+    torch._dynamo.reset()

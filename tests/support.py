@@ -23,6 +23,12 @@ FLAG_IS_GLOBAL = hasattr(st, "_is_fx_tracing_flag")  # torch up to 2.13
 GUARD_ASKS_SYMBOLIC = hasattr(st, "is_fx_symbolic_tracing")  # torch from 2.9
 REFUSAL = "Detected that you are using FX to symbolically trace a dynamo-optimized function"
 
+X = torch.ones(3)
+
+
+def double_plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + 1
+
 
 class Gate(nn.Module):
     """Its forward says that it is entered, then waits until it is let out: holds a trace open."""

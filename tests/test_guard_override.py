@@ -5,23 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.fx._symbolic_trace as st
-from support import FLAG_IS_GLOBAL, GUARD_ASKS_SYMBOLIC, REFUSAL, trace_elsewhere
+from support import FLAG_IS_GLOBAL, GUARD_ASKS_SYMBOLIC, REFUSAL, X, double_plus_one, trace_elsewhere
 
 import fxsafe
-
-X = torch.ones(3)
-
-
-def double_plus_one(x):
-    return x * 2 + 1
-
-
-@pytest.fixture
-def warm():
-    compiled = torch.compile(double_plus_one, backend="eager")
-    compiled(X)
-    yield compiled
-    torch._dynamo.reset()
 
 
 def test_a_warm_call_runs_while_another_thread_traces(warm):

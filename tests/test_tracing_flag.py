@@ -8,25 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.fx._symbolic_trace as st
-from support import FLAG_IS_GLOBAL, REFUSAL, Gate, Task, flag, trace_elsewhere
+from support import FLAG_IS_GLOBAL, REFUSAL, Gate, Task, X, double_plus_one, flag, trace_elsewhere
 from torch import nn
 from torch._higher_order_ops import utils as hop_utils
 
 import fxsafe
-
-X = torch.ones(3)
-
-
-def double_plus_one(x):
-    return x * 2 + 1
-
-
-@pytest.fixture
-def warm():
-    compiled = torch.compile(double_plus_one, backend="eager")
-    compiled(X)
-    yield compiled
-    torch._dynamo.reset()
 
 
 def test_plain_torch_refuses_a_warm_call_while_another_thread_traces(warm):
