@@ -43,6 +43,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/core.py $(ARGS)
+	$(VENV)/bin/python benchmarks/isolation.py $(ARGS)
 
 soak: $(READY)
 	$(VENV)/bin/python -W ignore tools/soak.py --minutes $(MINUTES) $(ARGS)

@@ -7,6 +7,7 @@ source build counts as the release it leads to; there the shapes decide, since u
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import NamedTuple
@@ -46,13 +47,17 @@ def release_doubt(torch_version: str) -> tuple[str, str] | None:
         None for a supported release, else ``(status, sentence)``, where status is "unsupported" for one that is too
         old and "active" for one whose shapes have to decide.
     """
-    from packaging.version import InvalidVersion, Version
-
     supported = f"fxsafe supports torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    try:
-        release = Version(torch_version).release[:2]
-    except InvalidVersion:
-        return "active", f"torch calls itself {torch_version!r}, which is no version number; {supported}"
+    final = re.match(r"(\d+)\.(\d+)\.\d+(?:\+[a-z0-9.]+)?$", torch_version)
+    if final is not None:  # the import of packaging takes a tenth of what install() may take
+        release: tuple[int, ...] = (int(final[1]), int(final[2]))
+    else:
+        from packaging.version import InvalidVersion, Version
+
+        try:
+            release = Version(torch_version).release[:2]
+        except InvalidVersion:
+            return "active", f"torch calls itself {torch_version!r}, which is no version number; {supported}"
     if release < OLDEST:
         return "unsupported", f"torch {torch_version} is older than the oldest supported one; {supported}"
     if release > NEWEST:

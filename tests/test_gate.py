@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import dis
 import types
+from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.variables.builtin
 import torch.fx._symbolic_trace as st
 
 from fxsafe.gate import ask, release_doubt
 from fxsafe.patches import CATALOGUE
 from fxsafe.patches.base import NotNeeded, Patch, Plan
-from fxsafe.shapes import Shape, ShapeError, own_function, require, shape_of
+from fxsafe.shapes import Shape, ShapeError, global_names, own_function, require, shape_of
 from fxsafe.traces import FX
+
+NAMES = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME"}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +91,23 @@ def test_the_shape_of_a_function_is_its_parameters_and_the_globals_it_reads_and_
         require("m.f", module.f, Shape((), frozenset(), frozenset()))
 
 
+def test_the_globals_of_a_code_object_are_those_that_dis_finds():
+    def nested(code):
+        yield code
+        for const in code.co_consts:
+            if isinstance(const, types.CodeType):
+                yield from nested(const)
+
+    path = torch._dynamo.variables.builtin.__file__
+    long = "def f():\n global b299\n " + "\n ".join(f"b{i} = a{i}.c{i}" for i in range(300))  # arguments beyond a byte
+    sources = {path: Path(path).read_text(encoding="utf-8"), "long": long}
+    codes = [code for name, source in sources.items() for code in nested(compile(source, name, "exec"))]
+    for code in codes:
+        found = {(i.opname.partition("_")[0], i.argval) for i in dis.get_instructions(code) if i.opname in NAMES}
+        reads, writes = global_names(code)
+        assert found == {("LOAD", name) for name in reads} | {("STORE", name) for name in writes}
+
+
 def test_a_function_below_a_well_behaved_wrapper_is_found_and_a_replacement_is_named(monkeypatch):
     import functools
 
@@ -114,4 +136,6 @@ def test_planning_any_patch_changes_nothing_and_names_its_targets():
         verdict = ask(patch, modules, torch.__version__)
         assert verdict.status in ("active", "not-needed"), (patch.name, verdict)
         if verdict.plan is not None:
-            assert all(edit.target.startswith(("torch.", "builtins.", "math.")) for edit in verdict.plan.edits)
+            assert all(
+                edit.target.startswith(("torch.", "builtins.", "math.", "sympy.")) for edit in verdict.plan.edits
+            )

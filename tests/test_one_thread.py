@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.fx
@@ -131,3 +133,37 @@ def test_generated_inductor_code_is_identical(tmp_path):
         outs.append(done.stdout.replace(str(tmp_path / str(i)), "CACHE"))
     assert "def call(" in outs[0]
     assert [out == outs[0] for out in outs] == [True] * 3
+
+
+def calls_of(function):
+    """Every call of a Python or C function during ``function()``, by name and place."""
+    calls = []
+
+    def profile(frame, event, argument):
+        if event == "call":
+            calls.append((frame.f_code.co_filename, frame.f_code.co_name))
+        elif event == "c_call":
+            calls.append((getattr(argument, "__module__", None), argument.__qualname__))
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("fix", FIXES)
+def test_nothing_is_called_in_addition_while_nobody_traces(fix):
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(1, 4)
+    compiled = torch.compile(module, backend="eager")
+    # What a warm call does once is no cost of a call.
+    uses = [lambda: [compiled(x) for _ in range(3)], lambda: [module(x) for _ in range(3)]]
+    for use in uses:
+        use()
+    expected = [calls_of(use) for use in uses]
+    assert all(len(calls) > 10 for calls in expected)
+    with fxsafe.install(fix=fix):
+        torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))  # it leaves no dispatcher behind
+        for use, calls in zip(uses, expected, strict=True):
+            assert calls_of(use) == calls

@@ -8,6 +8,7 @@ from fxsafe.patches import (
     guard_override,
     make_fx,
     module_hooks,
+    sympy_singletons,
     traceback_meta,
     tracing_flag,
 )
@@ -26,5 +27,6 @@ CATALOGUE: tuple[Patch, ...] = (
     traceback_meta.PATCH,
     make_fx.PATCH,
     dispatch_cache.PATCH,
+    sympy_singletons.PATCH,
     compile_lock.PATCH,
 )

@@ -20,40 +20,60 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fxsafe.edits import CodeSwap, code_with_constants, copy_function
+from fxsafe.edits import CodeSwap, code_with_constants
 from fxsafe.patches.base import Patch, Plan
 from fxsafe.shapes import Shape, own_function, require
 from fxsafe.traces import FX, in_flight_here
+
+if TYPE_CHECKING:
+    import torch
+
+    _is_fx_tracing_flag = False
+
+    def _get_is_fx_tracing() -> bool: ...
+
+
+__all__ = ["PATCH"]
 
 _NOTHING: frozenset[str] = frozenset()
 _FLAG = "_is_fx_tracing_flag"
 
 
-# One body per predicate that a guard has asked. Each first asks torch's own body, so that nothing more is paid while
-# nobody traces.
+# torch's predicates again, in the three bodies that the guard has asked, with one more question at the end: nothing is
+# paid for it while nobody traces. Their globals are those of torch.fx._symbolic_trace, where they go.
 
 
 def _tracing_2_5() -> Any:
-    answer: Any = "<answer>"
     getframe: Any = "<getframe>"
-    return answer() and getframe(1).f_globals.get("__name__") != "torch._dynamo.eval_frame"
+    return _is_fx_tracing_flag and getframe(1).f_globals.get("__name__") != "torch._dynamo.eval_frame"
 
 
 def _symbolic_tracing_2_9() -> Any:
-    answer: Any = "<answer>"
     getframe: Any = "<getframe>"
-    return answer() and getframe(1).f_globals.get("__name__") == "torch.export.unflatten"
+    return (
+        _is_fx_tracing_flag
+        and not torch.compiler.is_compiling()
+        and getframe(1).f_globals.get("__name__") == "torch.export.unflatten"
+    )
+
+
+def _symbolic_tracing_2_14() -> Any:
+    getframe: Any = "<getframe>"
+    return (
+        _get_is_fx_tracing()
+        and not torch.compiler.is_compiling()
+        and getframe(1).f_globals.get("__name__") == "torch.export.unflatten"
+    )
 
 
 _KNOWN = {
-    "is_fx_symbolic_tracing": (
-        _symbolic_tracing_2_9,
-        Shape((), frozenset({_FLAG, "torch"}), _NOTHING),
-        Shape((), frozenset({"_get_is_fx_tracing", "torch"}), _NOTHING),  # 2.14
-    ),
-    "is_fx_tracing": (_tracing_2_5, Shape((), frozenset({_FLAG}), _NOTHING)),
+    "is_fx_symbolic_tracing": {
+        Shape((), frozenset({_FLAG, "torch"}), _NOTHING): _symbolic_tracing_2_9,
+        Shape((), frozenset({"_get_is_fx_tracing", "torch"}), _NOTHING): _symbolic_tracing_2_14,
+    },
+    "is_fx_tracing": {Shape((), frozenset({_FLAG}), _NOTHING): _tracing_2_5},
 }
 
 
@@ -67,12 +87,12 @@ def _after_fork_in_child() -> None:
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     module = modules[FX]
     name = "is_fx_symbolic_tracing" if "is_fx_symbolic_tracing" in vars(module) else "is_fx_tracing"
-    body, *known = _KNOWN[name]
+    bodies = _KNOWN[name]
     where = f"{FX}.{name}"
     function = own_function(module, name)
-    require(where, function, *known)  # type: ignore[arg-type]
-    constants = {"<answer>": copy_function(function), "<getframe>": sys._getframe}
-    return Plan([CodeSwap(where, function, code_with_constants(body, constants, function.__code__))])  # type: ignore[arg-type]
+    body = bodies[require(where, function, *bodies)]
+    code = code_with_constants(body, {"<getframe>": sys._getframe}, function.__code__)  # type: ignore[arg-type]
+    return Plan([CodeSwap(where, function, code)])
 
 
 PATCH = Patch(
