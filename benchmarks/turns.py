@@ -57,7 +57,7 @@ def row(what: str, unit: str, found: Comparison, *, seconds: float = math.inf, r
     """
     per_second = _UNITS[unit]
     least = found.added - 2 * found.error
-    within = least <= seconds and least <= (ratio - 1) * found.before
+    within = least <= seconds and (ratio == math.inf or least <= (ratio - 1) * found.before)
     limits = [f"+{seconds * 1e9:.0f} ns" if seconds < 1e-6 else f"+{seconds * 1e3:.0f} ms"] * (seconds < math.inf)
     limits += [f"x{ratio:g}"] * (ratio < math.inf)
     figures = (found.before * per_second, found.after * per_second, found.error * per_second)
