@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import math
 import re
 import sys
 import types
+import weakref
 from pathlib import Path
 
 import hook_faults
@@ -379,6 +381,50 @@ def test_a_dispatcher_looks_like_what_it_stands_for():
 
     wrapper.__dict__.update(dispatcher.__dict__)  # as functools.wraps does
     assert not is_dispatcher(wrapper)
+
+
+@pytest.mark.parametrize("leaves", ["before the trace ends", "after it"])
+def test_a_module_that_left_sys_modules_is_not_kept_alive(leaves):
+    where = Places()
+
+    def patched(name):
+        module = sys.modules[name] = types.ModuleType(name)
+        module.leaf, module.content = leaf, nn.Linear(1, 1)
+        where.put(vars(module), "leaf", len, leaf)
+        return module
+
+    module = patched("a_module_of_a_moment")
+    content = weakref.ref(module.content)
+    if leaves == "after it":
+        where.take(vars(module), "leaf", len)
+        del sys.modules[module.__name__]
+    else:
+        del sys.modules[module.__name__]
+        where.take(vars(module), "leaf", len)
+    assert module.leaf is leaf
+    del module
+    other = patched("another_module")
+    where.take(vars(other), "leaf", len)
+    del sys.modules[other.__name__]
+    gc.collect()
+    assert content() is None
+
+
+def test_a_compiled_region_that_makes_a_tracer_compiles_as_many_frames():
+    def region(x):
+        torch.fx.Tracer()
+        return x + 1
+
+    def frames():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.compile(region, backend="eager")(torch.ones(2))
+        return dict(torch._dynamo.utils.counters["frames"])
+
+    alone = frames()
+    with hooks():
+        assert frames() == alone
+    torch._dynamo.reset()
 
 
 def test_the_gate_refuses_another_shape(monkeypatch):

@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from fxsafe.edits import AttributeSwap, CodeWrap, Edit
-from fxsafe.patches._slots import LINK, is_dispatcher, places
+from fxsafe.patches._slots import LINK, Places, is_dispatcher, places
 from fxsafe.shapes import ShapeError, own_function, shape_of
 
 __all__ = ["reader_edits"]
@@ -179,12 +179,16 @@ def _new_init(original: FunctionType) -> Callable[..., None]:
     ) -> None:
         modules = tuple(autowrap_modules)
         # torch walks through the modules' dictionaries and keeps the identities of what it finds.
-        seen = [SimpleNamespace() for _ in modules]
-        for stand_in, module in zip(seen, modules, strict=True):
+        seen = []
+        for module in modules:
+            stand_in = SimpleNamespace()
             vars(stand_in).update(places.snapshot(vars(module)))
+            seen.append(stand_in)
         original(self, tuple(seen), tuple(map(places.seen_value, autowrap_functions)), param_shapes_constant)
         self._autowrap_search = list(modules)
 
+    # Dynamo, where a compiled region makes a tracer, goes on with torch's own.
+    init._torchdynamo_inline = original  # type: ignore[attr-defined]
     return init
 
 
@@ -200,7 +204,7 @@ def _tracer_edits(tracer: Any, hide: _Hide) -> list[Edit]:
         raise ShapeError(f"{where}._qualname_counter is not a defaultdict but {type(counter).__name__}")
     _require_names(f"{where}.get_fresh_qualname", own_function(tracer, "get_fresh_qualname"), {"_qualname_counter"})
     new_init = _new_init(init)
-    hide(new_init)
+    hide(new_init, Places.snapshot, Places.seen_value, Places._seen)
     return [
         AttributeSwap(f"{where}.__init__", tracer, "__init__", new_init),
         AttributeSwap(f"{where}._qualname_counter", tracer, "_qualname_counter", _Counter(counter)),

@@ -68,12 +68,11 @@ class _Slot:
     Attributes:
         found: what the place held before, MISSING if nothing; this is what is put back.
         fallback: what a thread without replacements calls.
-        lasts: whether it is kept for the next time.
         stacks: thread ident -> its replacements, the newest last; never empty.
         tops: thread ident -> the last of its stack.
     """
 
-    __slots__ = ("dispatcher", "fallback", "found", "lasts", "live", "name", "owner", "stacks", "tops")
+    __slots__ = ("dispatcher", "fallback", "found", "live", "name", "owner", "stacks", "tops")
 
     def __init__(self, owner: Any, name: str, found: Any, fallback: Any) -> None:
         self.owner = owner
@@ -83,7 +82,6 @@ class _Slot:
         self.stacks: dict[int, list[Any]] = {}
         self.tops: dict[int, Any] = {}
         self.live = False
-        self.lasts = _is_permanent(owner)
         self.dispatcher: Any = None
 
     def push(self, ident: int, new: Any) -> None:
@@ -334,6 +332,9 @@ class Places:
         slot = self._closed.get(key)
         if slot is None or slot.owner is not owner or slot.found is not found or slot.fallback is not fallback:
             slot = _Slot(owner, name, found, fallback)
+            # A module that was imported when it was patched may have been taken out of sys.modules since.
+            for gone in [k for k, closed in self._closed.items() if not _is_permanent(closed.owner)]:
+                del self._closed[gone]
             if is_class and not isinstance(fallback, _BINDS_LIKE_A_FUNCTION):
                 slot.dispatcher = _Attribute(slot)
             else:
@@ -377,7 +378,7 @@ class Places:
             slots.remove(slot)
         if not slots:
             self._slots.pop(key, None)
-            if slot.lasts:
+            if _is_permanent(owner):
                 self._closed[key] = slot
 
 
