@@ -71,8 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "run":
         # Split by hand: argparse would look for our options among the arguments of the program.
         words, program = _split_run(words)
-    options = parser.parse_args(words)
+    options, unknown = parser.parse_known_args(words)
     command = f"fxsafe {options.command}"
+    if unknown:
+        parser.exit(2, f"{command}: unrecognized arguments: {' '.join(unknown)} (see {command} --help)\n")
     try:
         if options.command == "info":
             return _info(options.fix, options.json)

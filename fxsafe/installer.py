@@ -130,7 +130,7 @@ class Installation:
             with traces.quiet("fxsafe.uninstall()", timeout, lambda: _state.handles == [self]) as alone:
                 try:
                     if alone:
-                        _undo_all()
+                        _undo()
                 finally:
                     if not alone or not _state.applied:
                         if self in _state.handles:
@@ -225,9 +225,9 @@ def install(
             traces.changed.wait()
         if _state.handles:
             _join(request)
+            _state.handles.append(handle)
         else:
-            _apply(request)
-        _state.handles.append(handle)
+            _apply(request, handle)
         traces.changed.notify_all()
     return handle
 
@@ -289,7 +289,7 @@ def _verdicts(request: _Request, patches: Iterable[Patch]) -> dict[str, Verdict]
         message = f"fxsafe: {', '.join(names)}: {sentence}"
         if request.strict:
             raise UnsupportedTorchError(f"strict: {message}")
-        _warn(message)
+        _warn(message, sentence)
     return verdicts
 
 
@@ -305,24 +305,40 @@ def _register_trouble() -> str | None:
     return None
 
 
-def _warn(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
+def _warn(message: str, about: str | None = None) -> None:
+    """Warn, but only once of the same thing: patches whose modules are imported later would say it again."""
+    about = message if about is None else about
+    if about not in _warned:
+        _warned.add(about)
         warnings.warn(message, FxsafeWarning, stacklevel=_stacklevel())
 
 
+# Between a line of the user's and a warning: ourselves, and what calls us when a module is imported.
+_MACHINERY = frozenset({"fxsafe", "wrapt", "importlib"})
+
+
 def _stacklevel() -> int:
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "fxsafe":
-        level, frame = level + 1, frame.f_back
-    return level - 1
+    level, frame = 0, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _MACHINERY:
+        level += not frame.f_code.co_filename.startswith(
+            "<frozen importlib"
+        )  # the warnings module counts none of those
+        frame = frame.f_back
+    return level
 
 
-def _apply(request: _Request) -> None:
+def _apply(request: _Request, handle: Installation) -> None:
     verdicts = _verdicts(request, CATALOGUE)
-    _carry_out(verdicts)
-    _state.request, _state.left = request, []
-    _state.verdicts = verdicts
+    _state.left = []
+    try:
+        _carry_out(verdicts)
+        _state.request, _state.verdicts = request, verdicts
+        _state.handles.append(handle)
+    except BaseException:
+        if handle not in _state.handles:  # Ctrl-C on the way: nobody else would undo it
+            _undo()
+            _reset_if_last()
+        raise
 
 
 def _carry_out(verdicts: dict[str, Verdict]) -> None:
@@ -330,36 +346,28 @@ def _carry_out(verdicts: dict[str, Verdict]) -> None:
     chosen = [(p, v.plan) for p in CATALOGUE if (v := verdicts.get(p.name)) is not None and v.plan is not None]
     if not chosen:
         return
-    register = None
-    if _state.register is None:
-        register = traces.register_edit(sys.modules[traces.FX])
-    done: list[_Applied] = []
+    kept = len(_state.applied)
     try:
-        if register is not None:
-            register.apply()  # from here on new traces wait for us
+        if _state.register is None:
+            _state.register = traces.register_edit(sys.modules[traces.FX])
+            _state.register.apply()  # from here on new traces wait for us
         if any(p.quiet for p, _ in chosen):
             with traces.quiet("fxsafe.install()", QUIET_TIMEOUT_S):
-                _apply_edits(chosen, done)
+                _apply_edits(chosen)
         else:
-            _apply_edits(chosen, done)
+            _apply_edits(chosen)
     except BaseException:
-        for applied in reversed(done):
-            for edit in reversed(applied.edits):
-                edit.undo()
-        if register is not None:
-            register.undo()
+        _undo(kept)
         raise
-    _state.applied += done
-    if register is not None:
-        _state.register = register
 
 
-def _apply_edits(chosen: list[tuple[Patch, Plan]], done: list[_Applied]) -> None:
+def _apply_edits(chosen: list[tuple[Patch, Plan]]) -> None:
     for patch, plan in chosen:
-        done.append(_Applied(patch, plan, []))
+        applied = _Applied(patch, plan, [])
+        _state.applied.append(applied)
         for edit in plan.edits:
             # Before, so that Ctrl-C in between cannot lose it; undoing what was not applied is harmless.
-            done[-1].edits.append(edit)
+            applied.edits.append(edit)
             edit.apply()
 
 
@@ -388,34 +396,29 @@ def _warn_without_raising(message: str) -> None:
         print(message, file=sys.stderr)
 
 
-def _undo_all() -> None:
-    """Undo every edit, newest first, whatever one of them does."""
-    failures: list[BaseException] = []
-    while _state.applied or _state.register is not None:
+def _undo(kept: int = 0) -> None:
+    """Undo every edit, newest first, but those of the first ``kept`` patches; Ctrl-C is raised at the end."""
+    interrupt: BaseException | None = None
+    while len(_state.applied) > kept or (not kept and _state.register is not None):
         try:
-            _undo_rest(failures)
+            _undo_rest(kept)
         except Exception:
             raise
-        except BaseException as error:  # Ctrl-C: half of our patches would stay; undoing may be repeated
-            failures.append(error)
-    if failures:
-        raise failures[0]
+        except BaseException as error:  # half of our patches would stay; undoing may be repeated
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
-def _undo_rest(failures: list[BaseException]) -> None:
-    while _state.applied:
-        applied = _state.applied[-1]
-        try:
-            if applied.plan.before_undo is not None:
-                applied.plan.before_undo()
-        except Exception as error:  # the other edits must still be undone
-            failures.append(error)
-        while applied.edits:
-            if not applied.edits[-1].undo():
-                _state.left.append(applied.edits[-1].target)
-            applied.edits.pop()
+def _undo_rest(kept: int) -> None:
+    while len(_state.applied) > kept:
+        edits = _state.applied[-1].edits
+        while edits:
+            if not edits[-1].undo():
+                _state.left.append(edits[-1].target)
+            edits.pop()
         _state.applied.pop()
-    if _state.register is not None:
+    if not kept and _state.register is not None:
         if not _state.register.undo():
             _state.left.append(_state.register.target)
         _state.register = None

@@ -216,3 +216,24 @@ def test_a_partly_imported_torch_is_patched_when_a_module_of_its_own_asks():
         )
         == f"True 2.0\n{TRACING_FLAG}\n"
     )
+
+
+NEWER_TORCH = """
+import warnings
+import fxsafe.gate
+fxsafe.gate.NEWEST = (2, 4)
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as caught:
+    fxsafe.install()
+    import torch
+    import torch._dynamo
+print([(w.category.__name__, w.lineno, w.filename) for w in caught if w.category is fxsafe.FxsafeWarning])
+print("is newer than the newest tested one" in str(caught[0].message))
+"""
+
+
+def test_an_untested_torch_is_warned_about_once_at_the_import_in_the_users_own_line(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(NEWER_TORCH, encoding="utf-8")
+    done = python(str(script))
+    assert done.stdout.splitlines() == [f"[('FxsafeWarning', 8, {str(script)!r})]", "True"], done.stderr

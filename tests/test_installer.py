@@ -189,6 +189,7 @@ def test_traces_are_counted():
 
 class _Breaks:
     target = "nothing"
+    interrupted = False
 
     def __init__(self, error):
         self.error = error
@@ -197,6 +198,9 @@ class _Breaks:
         raise self.error
 
     def undo(self):
+        if isinstance(self.error, KeyboardInterrupt) and not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt("once more")
         return True
 
 
@@ -320,6 +324,42 @@ def test_two_threads_leave_blocks_of_one_installed_object_at_the_same_moment():
         installer.Installation.uninstall = original
     assert len(set(map(id, undone))) == 2
     assert not fxsafe.is_installed()
+
+
+def test_ctrl_c_at_any_function_of_ours_leaves_all_of_an_installation_or_nothing():
+    """CPython delivers signals at the entry of a Python function; so does this."""
+    import sys
+
+    ours = os.path.dirname(installer.__file__)
+    point = calls = 0
+
+    def interrupt(frame, event, arg):
+        nonlocal calls
+        code = frame.f_code
+        # A generator that is closed by an interrupt has nobody to tell.
+        if event == "call" and code.co_filename.startswith(ours) and not code.co_flags & inspect.CO_GENERATOR:
+            calls += 1
+            if calls == point:
+                raise KeyboardInterrupt
+
+    with fxsafe.install(FIX):
+        pass  # what is imported at the first time is not what this is about
+    while calls >= point:
+        point += 7
+        calls = 0
+        sys.setprofile(interrupt)
+        try:
+            fxsafe.install(FIX)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        if fxsafe.is_installed():
+            assert _status()["guard-override"][0] == "active"
+            fxsafe.uninstall()
+        assert changed_places() == [], point
+        assert not traces.state.changing
+    assert point > 200
 
 
 @pytest.mark.parametrize("point", range(1, 40))

@@ -24,12 +24,10 @@ class Plan(NamedTuple):
 
     Attributes:
         edits: every target was found and has a known shape; none was changed yet.
-        before_undo: run once when the patch is about to be taken off, before its edits are undone.
         counters: read for ``info()``.
     """
 
     edits: list[Edit]
-    before_undo: Callable[[], None] | None = None
     counters: Callable[[], dict[str, Any]] | None = None
 
 
