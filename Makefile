@@ -1,5 +1,6 @@
 # make demo      the main job: a fault without fxsafe, and its absence with each fix
 # make test      the test suite;  TORCH=2.14.1 chooses another release
+# make test-threads  the tests that do not look at the process itself, each in four threads at once
 # make test-dflash  the trainer's own tests
 # make lint      style, types
 # make bench     what fxsafe costs, as ratios
@@ -12,7 +13,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 MINUTES ?= 10
 
-.PHONY: demo test test-dflash lint bench soak matrix clean
+.PHONY: demo test test-threads test-dflash lint bench soak matrix clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml
@@ -28,6 +29,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+test-threads: $(READY)
+	$(VENV)/bin/python -m pytest --parallel-threads=4 --skip-thread-unsafe=true --ignore tests/dflash -r fE $(ARGS)
 
 # The trainer needs its extra, in an environment of its own.
 test-dflash: pyproject.toml

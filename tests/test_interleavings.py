@@ -24,6 +24,8 @@ from torch import nn
 import fxsafe.patches
 from fxsafe.patches._slots import places
 
+pytestmark = pytest.mark.thread_unsafe(reason="decides itself which thread runs")
+
 EVERYTHING = os.environ.get("FXSAFE_EXPLORE") == "all"
 _PATCHES = Path(fxsafe.patches.__file__).parent
 _SLOTS = str(_PATCHES / "_slots.py")

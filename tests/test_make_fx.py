@@ -13,6 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxsafe.patches.base import ShapeError
 
+pytestmark = pytest.mark.thread_unsafe(reason="looks at what the process keeps")
+
 OURS = ("make-fx", "traceback-meta", "dispatch-cache")
 
 # Another thread is inside make_fx, without the rest of what Tracer.trace does, which other patches are for.
@@ -152,6 +154,7 @@ def test_a_walk_over_the_cached_operators_is_over_a_copy() -> None:
 
 
 SINGLE_THREAD = """
+    import re
     import torch.fx.traceback as tb
     from torch.fx.experimental import proxy_tensor
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -196,7 +199,8 @@ SINGLE_THREAD = """
                     show(f"{function.__name__} {mode} {pre_dispatch}",
                          make_fx(function, tracing_mode=mode, pre_dispatch=pre_dispatch)(x, w))
                 except Exception as e:
-                    print(function.__name__, mode, pre_dispatch, type(e), str(e).split("\\n")[0][:80])
+                    message = re.sub(r"\\d{9,}", "ID", str(e)).split("\\n")[0]
+                    print(function.__name__, mode, pre_dispatch, type(e), message[:80])
                 settings()
     table = {torch.ops.aten.relu.default: lambda x: x.clamp(min=0)}
     with tb.preserve_node_meta():
@@ -377,7 +381,7 @@ def test_a_function_that_somebody_rewrote_is_refused(monkeypatch: pytest.MonkeyP
 
 
 TOGETHER = """
-    import collections, sys, torch._dynamo
+    import collections, re, sys, torch._dynamo
     import torch.fx.traceback as tb
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch._higher_order_ops.map import map as hop_map
@@ -418,19 +422,22 @@ TOGETHER = """
     jobs["annotated"], jobs["compiled"] = annotated, compiled
     jobs["symbolic_trace"] = lambda: torch.fx.symbolic_trace(net).code
     results, barrier = [], threading.Barrier(4)
+    def outcome(name):
+        try:
+            return jobs[name]()
+        except BaseException as error:  # torch 2.8 cannot trace one of these, alone or not
+            return f"{type(error)} {re.sub(r'[0-9]{9,}|<[^>]*>', '', str(error))}"
     def work(first):
         barrier.wait()
         names = list(jobs)
         for name in (names[first:] + names[:first]) * 2:
-            try:
-                results.append((name, jobs[name]()))
-            except BaseException as error:
-                results.append((name, error))
+            results.append((name, outcome(name)))
     threads = [threading.Thread(target=work, args=(4 * i,)) for i in range(4)]
     for thread in threads: thread.start()
     for thread in threads: thread.join()
-    alone = {name: job() for name, job in jobs.items()}
-    wrong = [(name, result) for name, result in results if isinstance(result, BaseException) or result != alone[name]]
+    alone = {name: outcome(name) for name in jobs}
+    assert sum(str(result).startswith("<class") for result in alone.values()) <= 1, alone
+    wrong = [(name, result) for name, result in results if result != alone[name]]
     assert not wrong, wrong[:3]
     assert len(results) == 4 * 2 * len(jobs)
 """

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxsafe
 
+pytestmark = pytest.mark.thread_unsafe(reason="compares with plain torch")
+
 FIXES = ["thread-local", "always-false"]
 
 

@@ -1,7 +1,8 @@
 """Runs the test suite and the doctor on every supported torch, one release at a time, and writes docs/matrix.md.
 
-``python tools/matrix.py [RELEASE ...] [--keep]``: each release gets a throw-away virtual environment of about 5 GB,
-which is removed before the next one. A release that is not named keeps the row it has.
+``python tools/matrix.py [RELEASE ...] [--keep] [--failed]``: each release gets a throw-away virtual environment of
+about 5 GB, which is removed before the next one. A release that is not named keeps the row it has. ``--failed`` runs
+only the tests that failed in the last run of the release, after a mend; the row then names both commits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ FIXES = ("thread-local", "always-false")
 HEAD = """# The release matrix
 
 Written by `tools/matrix.py`: the test suite and `fxsafe doctor` on real releases, one at a time, in throw-away
-environments. A fault is `fails` where plain torch shows it, `-` where it does not; behind the arrow, what the same
+environments. Where a mend was needed, the row names the commit of the run and that of the tests that were run again.
+A fault is `fails` where plain torch shows it, `-` where it does not; behind the arrow, what the same
 program does with fxsafe. `can't try`: it needs what that machine lacks. `advice` marks faults that no patch claims.
 """
 
@@ -34,37 +36,59 @@ def run(*command: str | Path, **kwargs: object) -> subprocess.CompletedProcess[s
     return subprocess.run([str(c) for c in command], cwd=ROOT, text=True, **kwargs)  # type: ignore[call-overload,no-any-return]
 
 
-def one(release: str, keep: bool, suite: bool) -> dict[str, object]:
-    """Install ``release``, run everything, remove it; a row of the matrix."""
-    venv = WORK / release
+def failures(log: Path) -> list[str]:
+    """Names of the tests that the log of a run says failed."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+
+
+def suite(python: Path, log: Path, tests: list[str]) -> dict[str, int]:
+    """Run the tests, all if the list is empty; how many of them passed, failed, were skipped."""
+    with log.open("w") as out:
+        done = run(
+            *(python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--ignore", "tests/dflash", *tests),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", log.read_text().splitlines()[-1])
+    return {kind: int(number) for number, kind in counts} | {"exit": done.returncode}
+
+
+def one(release: str, before: dict[str, object] | None, keep: bool, with_suite: bool) -> dict[str, object]:
+    """Install ``release``, run everything, remove it; a row of the matrix.
+
+    Args:
+        before: the row of the last run if only what failed in it is to be run again.
+    """
+    venv, log = WORK / release, WORK / f"{release}.log"
     shutil.rmtree(venv, ignore_errors=True)
     commit = run("git", "rev-parse", "--short", "HEAD", stdout=subprocess.PIPE, check=True).stdout.strip()
     row: dict[str, object] = {"release": release, "python": platform.python_version(), "commit": commit}
     row |= {"tests": {"exit": 0}, "seconds": "suite not run"}
+    again = failures(log) if before is not None else []
     try:
         run(sys.executable, "-m", "venv", venv, check=True)
         python = venv / "bin" / "python"
         run(python, "-m", "pip", "install", "--quiet", f"torch=={release}", check=True)
         run(python, "-m", "pip", "install", "--quiet", "--editable", ".[test]", check=True)
-        if suite:
-            start = time.monotonic()
-            log = WORK / f"{release}.log"
-            with log.open("w") as out:
-                tests = run(
-                    python,
-                    "-m",
-                    "pytest",
-                    "-q",
-                    "-n",
-                    "2",
-                    "-p",
-                    "no:cacheprovider",
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                )
+        start = time.monotonic()
+        if before is not None:
+            old: dict[str, int] = before["tests"]  # type: ignore[assignment]
+            new = suite(python, log, again) if again else {"exit": 0}
+            passed = old.get("passed", 0) + new.get("passed", 0)
+            row["tests"] = {
+                **old,
+                **new,
+                "passed": passed,
+                "failed": new.get("failed", 0),
+                "error": new.get("error", 0),
+            }
+            row["seconds"] = before["seconds"]
+            if again:
+                row["commit"] = f"{before['commit']}, {len(again)} again at {commit}"
+        elif with_suite:
+            row["tests"] = suite(python, log, [])
             row["seconds"] = round(time.monotonic() - start)
-            counts = re.findall(r"(\d+) (passed|failed|skipped|error)", log.read_text().splitlines()[-1])
-            row["tests"] = {kind: int(number) for number, kind in counts} | {"exit": tests.returncode}
         row["doctor"] = {}
         for fix in FIXES:
             done = run(python, "-m", "fxsafe", "doctor", "--json", "--fix", fix, stdout=subprocess.PIPE)
@@ -115,6 +139,7 @@ def main() -> int:
     parser.add_argument("releases", nargs="*", default=list(RELEASES), metavar="RELEASE")
     parser.add_argument("--keep", action="store_true", help="keep the environments, about 5 GB each")
     parser.add_argument("--no-suite", action="store_true", help="the doctor only")
+    parser.add_argument("--failed", action="store_true", help="of the tests, those that failed last time")
     options = parser.parse_args()
     WORK.mkdir(exist_ok=True)
     store = WORK / "rows.json"
@@ -122,7 +147,8 @@ def main() -> int:
     failed = []
     for release in options.releases:
         print(f"== torch {release}", flush=True)
-        rows[release] = one(release, options.keep, not options.no_suite)
+        before = rows.get(release) if options.failed else None
+        rows[release] = one(release, before, options.keep, not options.no_suite)
         store.write_text(json.dumps(rows, indent=1))
         write(rows)
         tests = rows[release]["tests"]

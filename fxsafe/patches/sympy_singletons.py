@@ -6,7 +6,8 @@ deletion raises ``KeyError``; a third that comes between finds it neither waitin
 Torch's ``IntInfinity`` and ``NegativeIntInfinity`` are such singletons, so the first symbolic traces of a process, when
 there are two, fail with ``KeyError: 'NegativeIntInfinity'``.
 
-Upstream: none known. SymPy: 1.13 and 1.14, so torch 2.5 to 2.15.
+Upstream: sympy#28239 (SymPy in threads; sympy#30090 cures its kinds, not yet this). SymPy: 1.13 and 1.14, so torch 2.5
+to 2.15.
 
 Why this place is enough: ``S.__getattr__`` is the only reader of the waiting classes, and they are filled by imports.
 
@@ -57,7 +58,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
 PATCH = Patch(
     name="sympy-singletons",
     summary="threads may ask SymPy for one of its singletons for the first time at the same moment",
-    upstream=(),
+    upstream=("https://github.com/sympy/sympy/issues/28239",),
     # torch itself, so as to wait for the end of its import: the other comes in the middle of it.
     modules=("torch", SINGLETON),
     plan=_plan,
