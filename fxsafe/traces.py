@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from _thread import get_ident
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from fxsafe.dynamo import frame_hider
-from fxsafe.edits import CodeWrap, Edit, body_below
+from fxsafe.edits import CodeWrap, Edit, body_below, copy_function
 from fxsafe.errors import FxsafeError
 from fxsafe.shapes import ShapeError, own_function, shape_of
 
@@ -29,6 +30,7 @@ __all__ = [
     "lock",
     "quiet",
     "register_edit",
+    "registered_body",
     "state",
     "trace_function",
     "trace_template",
@@ -186,6 +188,25 @@ def trace_function(module: ModuleType) -> tuple[FunctionType, CodeType]:
     return function, code
 
 
+# Tracer.trace -> the function that its registered body calls. One for ever: a thread that is on its way into the
+# register while an installation goes and another comes must find what has come.
+_inner: weakref.WeakKeyDictionary[FunctionType, FunctionType] = weakref.WeakKeyDictionary()
+
+
+def registered_body(module: ModuleType) -> FunctionType:
+    """The function that ``Tracer.trace`` calls once it is in the register: what a patch of tracing wraps.
+
+    While a trace is in the register nothing changes, so what this function is then it is to the end of the trace.
+
+    Raises:
+        ShapeError: see ``trace_function``.
+    """
+    function, _ = trace_function(module)
+    if function not in _inner:
+        _inner[function] = copy_function(function)
+    return _inner[function]
+
+
 def register_edit(module: ModuleType) -> Edit:
     """The edit that makes ``Tracer.trace`` enter and leave the register.
 
@@ -196,14 +217,17 @@ def register_edit(module: ModuleType) -> Edit:
         ShapeError: see ``trace_function`` and ``frame_hider``.
     """
     function, state.trace_code = trace_function(module)
+    inner = registered_body(module)
     hide = frame_hider()
 
     def wrap(original: FunctionType) -> Callable[..., Any]:
+        inner.__code__ = original.__code__
+
         def registered_trace(self: Any, root: Any, concrete_args: Any = None) -> Any:
             depth = state.depth.get(get_ident(), 0)
             try:
                 _enter()
-                return original(self, root, concrete_args)
+                return inner(self, root, concrete_args)
             finally:
                 try:
                     _leave(depth)

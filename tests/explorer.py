@@ -59,18 +59,19 @@ class Baton:
         if self._budget > 0:
             self._budget -= 1
             return
-        other = self._next(me)
+        other = self.next(me)
         if other is not None:
             self._budget = next(self._budgets, None)
             self.hand_to(other, me)
 
     def finish(self, me: int) -> None:
         self._done[me] = True
-        other = self._next(me)
+        other = self.next(me)
         if other is not None:
             self._turns[other].release()
 
-    def _next(self, me: int) -> int | None:
+    def next(self, me: int) -> int | None:
+        """The thread that runs after this one; None if all others have ended."""
         count = len(self._done)
         return next((i % count for i in range(me + 1, me + count) if not self._done[i % count]), None)
 
@@ -99,6 +100,37 @@ class BatonLock:
             if self._waiter is not None:
                 waiter, self._waiter = self._waiter, None
                 self._baton.hand_to(waiter, me)  # type: ignore[arg-type]
+
+    def give_up_for_a_while(self) -> bool:
+        """Let another thread run without the lock. False if there is none."""
+        me, depth = self._holder, self._depth
+        assert me is not None
+        other = self._waiter if self._waiter is not None else self._baton.next(me)
+        if other is None:
+            return False
+        self._holder, self._depth, self._waiter = None, 0, None
+        self._baton.hand_to(other, me)
+        self.__enter__()
+        self._depth = depth
+        return True
+
+
+class BatonCondition:
+    """A condition on a BatonLock: who waits hands the baton on, and looks again whenever it comes back."""
+
+    def __init__(self, lock: BatonLock) -> None:
+        self._lock = lock
+        self._waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Raises Stalled if nobody is left to wait for, or if all that are left wait."""
+        self._waits += 1
+        if not self._lock.give_up_for_a_while() or self._waits > 1000:
+            raise Stalled("everybody waits")
+        return True
+
+    def notify_all(self) -> None:
+        """Nothing to do: whoever waits looks again."""
 
 
 @dataclass(frozen=True)

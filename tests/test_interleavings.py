@@ -18,10 +18,13 @@ import torch
 import torch.fx._symbolic_trace as st
 import torch.fx.graph_module
 from hook_faults import held, hooks, leaf, nodes, residue
-from support import python
+from places import changed_places
+from support import FLAG_IS_GLOBAL, GUARD_ASKS_SYMBOLIC, python
 from torch import nn
 
+import fxsafe
 import fxsafe.patches
+from fxsafe import installer, traces
 from fxsafe.patches._slots import places
 
 pytestmark = pytest.mark.thread_unsafe(reason="decides itself which thread runs")
@@ -145,6 +148,68 @@ def explored(name: str, give_up_after: int | None = None) -> tuple[int, list[Any
         )
     finally:
         places.lock = lock
+
+
+class Asks(Small):
+    def forward(self, x):
+        self.answers = [st.is_fx_symbolic_tracing() if GUARD_ASKS_SYMBOLIC else st.is_fx_tracing()]
+        return super().forward(x)
+
+
+def trace_that_asks() -> Any:
+    model = Asks()
+    return nodes(SmallTracer().trace(model)), model.answers
+
+
+def toggle() -> Any:
+    """All of an installation's life."""
+    with fxsafe.install(patches=["tracing-flag", "module-hooks"]):
+        return {r["status"] for r in fxsafe.info() if r["name"] in ("tracing-flag", "module-hooks")}
+
+
+_PACKAGE = Path(fxsafe.__file__).parent
+INSTALLER = explorer.Watch(
+    lines=frozenset(str(_PACKAGE / name) for name in ("installer.py", "traces.py", "edits.py")) | {st.__file__}
+)
+INSTALLATIONS = {
+    "trace, install and uninstall": ((trace_that_asks, toggle), 1, 600),
+    "install and uninstall, trace": ((toggle, trace_that_asks), 1, 600),
+    "install and uninstall, trace, twice": ((toggle, trace_that_asks), 2, 1000),
+    "install and uninstall, the same, trace": ((toggle, toggle, trace_that_asks), 2, 600),
+}
+
+
+def explored_installations(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[Any]]:
+    works, preemptions, limit = INSTALLATIONS[name]
+    toggle(), trace_that_asks()
+    alone = [work() for work in works]
+
+    def use_lock(lock: explorer.BatonLock) -> None:
+        monkeypatch.setattr(traces, "lock", lock)
+        monkeypatch.setattr(traces, "changed", explorer.BatonCondition(lock))
+
+    def check(result: explorer.Result) -> Any:
+        wrong = [f"{got!r}" for got, one in zip(result.values, alone, strict=True) if got != one]
+        left = changed_places() + [str(traces.state.depth)] * bool(traces.state.depth)
+        return wrong + left + ["installed"] * bool(installer._state.handles or installer._state.applied)
+
+    limits = {"limit": None if EVERYTHING else limit}
+    return explorer.explore(lambda: works, preemptions, INSTALLER, check, use_lock=use_lock, **limits)
+
+
+@pytest.mark.parametrize("name", INSTALLATIONS)
+def test_an_installation_may_come_and_go_at_any_point_of_a_trace(name, capsys, monkeypatch):
+    count, wrong = explored_installations(name, monkeypatch)
+    with capsys.disabled():
+        print(f"\n{name}: {count} schedules", end="")
+    assert wrong == []
+
+
+@pytest.mark.skipif(not FLAG_IS_GLOBAL, reason="from torch 2.14 on no patch makes a trace answer otherwise")
+def test_if_it_did_not_wait_for_traces_some_would_go_wrong(monkeypatch):
+    monkeypatch.setattr(traces, "_in_flight_elsewhere", dict)
+    _, wrong = explored_installations("install and uninstall, trace, twice", monkeypatch)
+    assert wrong
 
 
 @pytest.mark.parametrize("name", EXPLORATIONS)

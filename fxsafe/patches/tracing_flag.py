@@ -27,7 +27,7 @@ from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, CodeWrap, Edit, ModuleProperties, code_with_constants
 from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
 from fxsafe.shapes import Shape, own_function, require, shape_of
-from fxsafe.traces import FX, lock, state, trace_function, trace_template
+from fxsafe.traces import FX, lock, registered_body, state, trace_function, trace_template
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ class _Global:
     def tidy(self) -> None:
         """Overlapping traces leave a stale True in the global, where ``mock.patch`` and the like would find it."""
         with lock:
-            if self._applied and not state.depth:
+            if self._applied and sum(state.depth.values()) <= 1:  # the calling trace is at its end
                 self._globals[_NAME] = self._value
 
 
@@ -142,7 +142,7 @@ def _predicate_edits(module: ModuleType) -> list[Edit]:
 
 
 def _trace_edit(module: ModuleType, kept: _Global) -> Edit:
-    function, body = trace_function(module)
+    _, body = trace_function(module)
     hide = frame_hider()
     if shape_of(body).writes != {_NAME}:
         raise ShapeError(f"{FX}.Tracer.trace has an unknown shape: {shape_of(body)}")
@@ -163,7 +163,7 @@ def _trace_edit(module: ModuleType, kept: _Global) -> Edit:
         hide(flagged_trace, set_flag)
         return flagged_trace
 
-    return CodeWrap(f"{FX}.Tracer.trace", function, trace_template, wrap)  # type: ignore[arg-type]
+    return CodeWrap(f"{FX}.Tracer.trace", registered_body(module), trace_template, wrap)  # type: ignore[arg-type]
 
 
 def is_fixed_upstream(module: ModuleType) -> bool:
