@@ -22,7 +22,9 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, code_with_constants, copy_function
+from fxsafe.observe import events
 from fxsafe.patches.base import Patch, Plan
 from fxsafe.shapes import Shape, own_function, require
 from fxsafe.traces import FX, in_flight_here
@@ -37,23 +39,38 @@ _FLAG = "_is_fx_tracing_flag"
 
 def _tracing_2_5() -> Any:
     answer: Any = "<answer>"
-    getframe: Any = "<getframe>"
-    return answer() and getframe(1).f_globals.get("__name__") != "torch._dynamo.eval_frame"
+    may_know: Any = "<may know>"
+    return answer() and may_know()
 
 
 def _symbolic_tracing_2_9() -> Any:
     answer: Any = "<answer>"
-    getframe: Any = "<getframe>"
-    return answer() and getframe(1).f_globals.get("__name__") == "torch.export.unflatten"
+    may_know: Any = "<may know>"
+    return answer() and may_know()
+
+
+def _all_but_the_guard() -> bool:
+    if events.guard_asks(2):
+        events.refusal_avoided()
+        return False
+    return True
+
+
+def _only_unflatten() -> bool:
+    if events.guard_asks(2):
+        events.refusal_avoided()
+        return False
+    return bool(sys._getframe(2).f_globals.get("__name__") == "torch.export.unflatten")
 
 
 _KNOWN = {
     "is_fx_symbolic_tracing": (
         _symbolic_tracing_2_9,
+        _only_unflatten,
         Shape((), frozenset({_FLAG, "torch"}), _NOTHING),
         Shape((), frozenset({"_get_is_fx_tracing", "torch"}), _NOTHING),  # 2.14
     ),
-    "is_fx_tracing": (_tracing_2_5, Shape((), frozenset({_FLAG}), _NOTHING)),
+    "is_fx_tracing": (_tracing_2_5, _all_but_the_guard, Shape((), frozenset({_FLAG}), _NOTHING)),
 }
 
 
@@ -67,12 +84,14 @@ def _after_fork_in_child() -> None:
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     module = modules[FX]
     name = "is_fx_symbolic_tracing" if "is_fx_symbolic_tracing" in vars(module) else "is_fx_tracing"
-    body, *known = _KNOWN[name]
+    body, may_know, *known = _KNOWN[name]
     where = f"{FX}.{name}"
     function = own_function(module, name)
     require(where, function, *known)  # type: ignore[arg-type]
-    constants = {"<answer>": copy_function(function), "<getframe>": sys._getframe}
-    return Plan([CodeSwap(where, function, code_with_constants(body, constants, function.__code__))])  # type: ignore[arg-type]
+    frame_hider()(may_know)
+    constants = {"<answer>": copy_function(function), "<may know>": may_know}
+    code = code_with_constants(body, constants, function.__code__)  # type: ignore[arg-type]
+    return Plan([CodeSwap(where, function, code)], counters=lambda: {"refusals_avoided": events.refusals.total})
 
 
 PATCH = Patch(
