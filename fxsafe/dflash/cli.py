@@ -5,6 +5,7 @@ A mistake of the user's is answered with one line on stderr and status 2; a run 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -192,7 +193,13 @@ def _train(options: Any) -> int:
         print(line)
     if options.dry_run:
         return 0
-    outcome = trainer.run()
+    run = built.run
+    with contextlib.ExitStack() as stack:
+        if run.stall_after:
+            stack.enter_context(fxsafe.install(stall_after=run.stall_after))
+        if run.record:
+            stack.enter_context(fxsafe.record(run.record))
+        outcome = trainer.run()
     print(f"checkpoint {outcome.checkpoint}")
     if outcome.export:
         print(f"drafter    {outcome.export}")
