@@ -164,6 +164,7 @@ def _parser() -> jsonargparse.ArgumentParser:
     stress.add_argument("--backend", default="auto", help="of torch.compile; auto: inductor, on the CPU aot_eager")
     stress.add_argument("--steps", type=int, default=0, help="of a drafter in one start at most; 0: as time allows")
     stress.add_argument("--at-most", type=float, default=None, help="seconds after which no further start begins")
+    stress.add_argument("--jobs", type=int, default=1, help="starts at a time; speeds mean nothing with more than 1")
     stress.add_argument("--spawn", action="store_true", help="start each process afresh instead of forking it")
     stress.add_argument("--trace-every", type=int, default=1, help="steps between two traces of a drafter; 0: none")
     stress.add_argument("--stall-after", type=float, default=None, help="seconds that are a hang; default: by backend")

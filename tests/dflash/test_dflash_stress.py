@@ -45,7 +45,15 @@ BY_NAME = {mode.name: mode for mode in MODES}
 
 def options(**changes: Any) -> argparse.Namespace:
     values: dict[str, Any] = {"seconds": 80.0, "starts": 2, "threads": 2, "devices": "cpu", "backend": "auto"}
-    values |= {"shapes": None, "trace_every": 1, "stall_after": None, "steps": 0, "at_most": None, "spawn": False}
+    values |= {
+        "shapes": None,
+        "trace_every": 1,
+        "stall_after": None,
+        "steps": 0,
+        "at_most": None,
+        "spawn": False,
+        "jobs": 1,
+    }
     values |= dict.fromkeys(("hidden", "layers", "length", "anchors", "block", "batch", "record"))
     return argparse.Namespace(**(values | changes))
 
@@ -53,6 +61,7 @@ def options(**changes: Any) -> argparse.Namespace:
 def test_the_time_is_divided_over_modes_and_starts() -> None:
     assert plan_of(options()).seconds == 80 / 2 / len(MODES)
     assert plan_of(options(), modes_of(["plain", "fxsafe"])).seconds == 20
+    assert plan_of(options(jobs=2), modes_of(["plain", "fxsafe"])).seconds == 40
     assert plan_of(options(devices="cuda:0,cuda:1")).devices == ("cuda:0", "cuda:1")
 
 
@@ -109,6 +118,25 @@ def test_a_start_in_processes_of_its_own(name: str) -> None:
     assert outcome["steady_tokens_per_second"] > 0
     assert ("traces" in outcome["counters"]) == (name == "fxsafe")
     assert not fxsafe.is_installed()
+
+
+def test_starts_in_turns_several_at_a_time() -> None:
+    said: list[str] = []
+    plan = dataclasses.replace(PLAN, threads=1, starts=2, jobs=3, steps=2)
+    rows = runner.run_modes(plan, modes_of(["cleared", "fxsafe"]), said.append)
+    assert [(row["mode"], [start["ok"] for start in row["starts"]]) for row in rows] == [
+        ("cleared", [2, 2]),
+        ("fxsafe", [2, 2]),
+    ]
+    assert [line.partition(":")[0] for line in said] == [
+        "flag cleared before each call, start 1 of 2",
+        "all of fxsafe, start 1 of 2",
+        "flag cleared before each call, start 2 of 2",
+        "all of fxsafe, start 2 of 2",
+    ]
+    rows = runner.run_modes(dataclasses.replace(plan, jobs=1, at_most=0.0), modes_of(["fxsafe"]), said.append)
+    assert rows[0]["starts"] == []
+    assert said[-1] == "the time is over: 2 starts are left out"
 
 
 def test_a_process_that_is_started_afresh() -> None:

@@ -79,7 +79,7 @@ def plan_of(options: Any, modes: tuple[Mode, ...] = MODES) -> Plan:
         name: value if getattr(options, name) is None else getattr(options, name)
         for name, value in _SIZES["cuda" if cuda else "cpu"].items()
     }
-    counts = {"starts": options.starts, "threads": options.threads, **sizes}
+    counts = {"starts": options.starts, "threads": options.threads, "jobs": options.jobs, **sizes}
     if too_small := [name for name, value in counts.items() if value < 1]:
         raise SettingsError(f"--{too_small[0]} must be at least 1")
     if not options.seconds > 0 or min(options.trace_every, options.steps) < 0 or not devices:
@@ -89,13 +89,14 @@ def plan_of(options: Any, modes: tuple[Mode, ...] = MODES) -> Plan:
         threads=options.threads,
         devices=devices,
         backend=backend,
-        seconds=options.seconds / (options.starts * len(modes)),
+        seconds=options.seconds * options.jobs / (options.starts * len(modes)),
         starts=options.starts,
         stall_after=stall,
         trace_every=options.trace_every,
         steps=options.steps,
         at_most=options.at_most,
         spawn=options.spawn,
+        jobs=options.jobs,
         record=None if options.record is None else os.path.abspath(options.record),
         **sizes,
     )

@@ -51,6 +51,10 @@ class Record:
     errors: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     steps: list[tuple[float, float, int]] = dataclasses.field(default_factory=list)
     """beginning and end of each step that succeeded, in seconds, and its tokens"""
+    warm_at: float | None = None
+    """when every shape had been tried"""
+    last_at: float = 0.0
+    """when the last step ended, succeeded or not"""
 
     @property
     def tried(self) -> int:
@@ -146,11 +150,15 @@ class Drafter:
             except Exception as error:
                 self._replica.take()
                 record.errors[kind_of(error)] += 1
-                continue
-            record.ok += 1
-            record.eager += self._ran_in_python > before
-            record.tokens += batch.tokens
-            record.steps.append((began, time.perf_counter(), batch.tokens))
+                record.last_at = time.perf_counter()
+            else:
+                record.last_at = time.perf_counter()
+                record.ok += 1
+                record.eager += self._ran_in_python > before
+                record.tokens += batch.tokens
+                record.steps.append((began, record.last_at, batch.tokens))
+            if number + 1 == plan.shapes:
+                record.warm_at = record.last_at
         record.done = True
 
     def warm(self) -> Iterator[None]:

@@ -87,6 +87,7 @@ class Plan:
         record: file for a timeline of the first start of all of fxsafe, or None.
         at_most: seconds after which no further start begins, or None.
         spawn: processes are started afresh and not forked.
+        jobs: starts at a time; more than one is for counting errors and hangs, not for speeds.
     """
 
     threads: int
@@ -107,6 +108,7 @@ class Plan:
     record: str | None = None
     at_most: float | None = None
     spawn: bool = False
+    jobs: int = 1
 
     @property
     def cuda(self) -> bool:

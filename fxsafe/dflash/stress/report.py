@@ -118,7 +118,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         if one["hung"]:
             left.text(0.02, place, f"{one['hung']} of {one['starts']} starts hung", va="center", weight="bold")
     left.set_xlabel("share of the steps")
-    left.legend(loc="lower left", fontsize="small")
+    figure.legend(loc="outside lower left", ncols=3, fontsize="small")
     right.barh(labels, [one["steady_tokens_per_second"] or 0 for one in found], color="tab:blue")
     right.set_xlabel("steady tokens per second, of all drafters")
     figure.savefig(path, dpi=100)

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from fxsafe.dflash.errors import DFlashError
 from fxsafe.dflash.stress.plan import Mode, Plan, modes_of
 
-__all__ = ["import_all", "run_mode", "run_modes"]
+__all__ = ["import_all", "run_at_once", "run_mode", "run_modes"]
 
 # A process that was asked for its stacks writes them in C, at once; this is for a machine that is very busy.
 _DUMP_S = 5.0
@@ -84,14 +84,16 @@ def run_modes(plan: Plan, modes: Sequence[Mode], say: Callable[[str], None]) -> 
         import_all()
     began = time.monotonic()
     rows: list[dict[str, Any]] = [{"mode": m.name, "label": m.label, "starts": []} for m in modes]
-    for number in range(plan.starts):
-        for row, mode in zip(rows, modes, strict=True):
-            if plan.at_most is not None and time.monotonic() - began > plan.at_most:
-                say(f"{mode.label}, start {number + 1} of {plan.starts}: left out, the time is over")
-                continue
-            outcome = run_mode(plan if not number else dataclasses.replace(plan, record=None), mode)
+    turns = [(row, mode) for _ in range(plan.starts) for row, mode in zip(rows, modes, strict=True)]
+    for first in range(0, len(turns), plan.jobs):
+        if plan.at_most is not None and time.monotonic() - began > plan.at_most:
+            say(f"the time is over: {len(turns) - first} starts are left out")
+            break
+        now = turns[first : first + plan.jobs]
+        one = plan if first < len(modes) else dataclasses.replace(plan, record=None)
+        for (row, mode), outcome in zip(now, run_at_once(one, [mode for _, mode in now]), strict=True):
             row["starts"].append(outcome)
-            say(f"{mode.label}, start {number + 1} of {plan.starts}: {_line(outcome)}")
+            say(f"{mode.label}, start {len(row['starts'])} of {plan.starts}: {_line(outcome)}")
     return rows
 
 
@@ -106,16 +108,24 @@ def _line(outcome: dict[str, Any]) -> str:
 
 def run_mode(plan: Plan, mode: Mode) -> dict[str, Any]:
     """One cold start."""
-    groups = [[number] for number in range(plan.threads)] if mode.apart else [list(range(plan.threads))]
+    return run_at_once(plan, [mode])[0]
+
+
+def run_at_once(plan: Plan, modes: Sequence[Mode]) -> list[dict[str, Any]]:
+    """One cold start of each mode, all at one time."""
     caches = Path(tempfile.mkdtemp(prefix="dflash-stress-"))
-    children: list[_Child] = []
+    starts: list[list[_Child]] = [[] for _ in modes]
+    everybody: list[_Child] = []
     try:
-        for number, group in enumerate(groups):
-            children.append(_fork(plan, mode, group, caches / str(number)))
-        _watch(children, plan.stall_after)
-        return _collect(children)
+        for place, (mode, children) in enumerate(zip(modes, starts, strict=True)):
+            groups = [[number] for number in range(plan.threads)] if mode.apart else [list(range(plan.threads))]
+            for number, group in enumerate(groups):
+                children.append(_fork(plan, mode, group, caches / f"{place}-{number}"))
+                everybody.append(children[-1])
+        _watch(everybody, plan.stall_after)
+        return [_collect(children) for children in starts]
     finally:
-        for child in children:
+        for child in everybody:
             child.pipe.close()
         shutil.rmtree(caches, ignore_errors=True)
 

@@ -86,7 +86,8 @@ def _state(drafters: Sequence[Drafter], began: float) -> dict[str, Any]:
 
 
 def _speeds(records: Sequence[Record], began: float) -> dict[str, Any]:
-    """Tokens per second in the first half of the time; and in the second half of each drafter's steps, added up.
+    """Tokens per second in the first half of the time; and of each drafter in the second half of the time after it had
+    tried every shape, added up.
 
     ``first_s`` is how long it took until each drafter had made a step; None if one never did.
     """
@@ -94,9 +95,9 @@ def _speeds(records: Sequence[Record], began: float) -> dict[str, Any]:
     first, steady = 0, 0.0
     for record in records:
         first += sum(tokens for _, end, tokens in record.steps if end <= began + half)
-        late = record.steps[len(record.steps) // 2 :]
-        if late:
-            steady += sum(tokens for *_, tokens in late) / (late[-1][1] - late[0][0])
+        if record.warm_at is not None and record.last_at > record.warm_at:
+            middle = (record.warm_at + record.last_at) / 2
+            steady += sum(tokens for _, end, tokens in record.steps if end > middle) / (record.last_at - middle)
     starts = [record.steps[0][1] - began if record.steps else None for record in records]
     return {
         "first_tokens_per_second": first / half,
