@@ -76,6 +76,9 @@ def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors_of_one_kind_are_one_kind() -> None:
     assert load.kind_of(RuntimeError("at 0x7f00 and 12\nmore")) == "RuntimeError: at N and N"
     assert load.kind_of(KeyError()) == "KeyError"
+    assert (
+        load.kind_of(ValueError("backend raised:\nNameError: x\n\nmore")) == "ValueError: backend raised: NameError: x"
+    )
 
 
 def test_traces_are_compared_with_those_of_a_quiet_process(monkeypatch: pytest.MonkeyPatch) -> None:

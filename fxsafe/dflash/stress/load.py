@@ -190,7 +190,8 @@ def _batches(plan: Plan, number: int) -> Iterator[MicroBatch]:
 
 def kind_of(error: BaseException) -> str:
     """Type and first words, without what differs each time."""
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])  # "backend='inductor' raised:" says nothing
     return f"{type(error).__name__}: {re.sub(r'0x[0-9a-f]+|[0-9]+', 'N', text)[:90]}".rstrip(": ")
 
 
