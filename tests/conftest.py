@@ -16,7 +16,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("FXSAFE_DISABLE", "FXSAFE_STRICT"):
+    for name in ("FXSAFE_DISABLE", "FXSAFE_STRICT", "FXSAFE_STALL_AFTER"):
         monkeypatch.delenv(name, raising=False)
     yield
     monkeypatch.undo()

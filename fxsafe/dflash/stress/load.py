@@ -163,6 +163,8 @@ class Drafter:
 
     def warm(self) -> Iterator[None]:
         """Every shape once; yields behind each."""
+        if self._target.device.type == "cuda":
+            torch.cuda.set_device(self._target.device)
         for batch in itertools.islice(_batches(self._plan, self.number), self._plan.shapes):
             self.step(batch)
             yield

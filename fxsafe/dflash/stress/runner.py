@@ -33,6 +33,9 @@ def import_all() -> None:
     """Everything that a start uses, so that no start's time has imports in it."""
     # A process that asked the driver itself could not fork children that use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # Nor may Inductor's pool of compile workers begin here: children would share it.
+    before = os.environ.get("TORCH_WARM_POOL")
+    os.environ["TORCH_WARM_POOL"] = "0"
     import torch._dynamo
     import torch._functorch.aot_autograd
     import torch._inductor.compile_fx
@@ -40,6 +43,10 @@ def import_all() -> None:
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     import fxsafe.dflash.stress.start  # noqa: F401
+
+    del os.environ["TORCH_WARM_POOL"]
+    if before is not None:
+        os.environ["TORCH_WARM_POOL"] = before
 
 
 @dataclasses.dataclass(slots=True)
