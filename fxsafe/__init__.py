@@ -7,17 +7,20 @@ TYPE_CHECKING = False  # typing itself would be most of the time that this impor
 if TYPE_CHECKING:
     from fxsafe.errors import FxsafeError, FxsafeWarning, UnsupportedTorchError
     from fxsafe.installer import Installation, PatchInfo, info, install, installed, is_installed, uninstall
+    from fxsafe.observe.recorder import Recording, record
 
 __all__ = [
     "FxsafeError",
     "FxsafeWarning",
     "Installation",
     "PatchInfo",
+    "Recording",
     "UnsupportedTorchError",
     "info",
     "install",
     "installed",
     "is_installed",
+    "record",
     "uninstall",
 ]
 
@@ -30,7 +33,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    module = importlib.import_module("fxsafe.installer")
+    where = "fxsafe.observe.recorder" if name in ("Recording", "record") else "fxsafe.installer"
+    module = importlib.import_module(where)
     value: object = getattr(module, name)
     return value
 

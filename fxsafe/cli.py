@@ -88,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.exit(2, f"{command}: name a script, or a module with -m (see {command} --help)\n")
         patches = None if options.patches is None else [p for p in options.patches.split(",") if p]
         # None leaves the decision to FXSAFE_STRICT.
-        fxsafe.install(options.fix, patches=patches, strict=options.strict or None)
+        fxsafe.install(options.fix, patches=patches, strict=options.strict or None, stall_after=options.stall_after)
+        if options.record is not None:
+            fxsafe.record(options.record).start()  # written when the interpreter ends, behind the last thread
     except FxsafeError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
@@ -141,9 +143,14 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         "run a program with fxsafe installed",
         _RUN_HELP,
-        "fxsafe run [--fix FIX] [--patches A,B] [--strict] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        "fxsafe run [--fix FIX] [--patches A,B] [--strict] [--record FILE] [--stall-after S] "
+        "(SCRIPT | -m MODULE) [ARGUMENT ...]",
     )
     run.add_argument("--patches", metavar="A,B", help="only these patches; default: all that go with the fix")
+    run.add_argument("--record", metavar="FILE", help="write a timeline of the threads for Perfetto")
+    run.add_argument(
+        "--stall-after", type=_positive, metavar="S", help="print who waits for whom after so many seconds of waiting"
+    )
     run.add_argument("--strict", action="store_true", help="refuse to run on a torch that a patch does not know")
     info = add("info", "show what fxsafe does to the installed torch", "Show each patch and its status on this torch.")
     doctor = add("doctor", "try the known faults on the installed torch", _DOCTOR_HELP)
@@ -191,7 +198,7 @@ def _split_run(words: list[str]) -> tuple[list[str], list[str]]:
             return words[:at], ["-m", word[2:], *words[at + 1 :]]
         if not word.startswith("-") or word == "-":
             return words[:at], words[at:]
-        at += 2 if word in ("--fix", "--patches") else 1
+        at += 2 if word in ("--fix", "--patches", "--record", "--stall-after") else 1
     return words, []
 
 

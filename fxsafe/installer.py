@@ -18,6 +18,7 @@ from fxsafe import imports, traces
 from fxsafe.edits import Edit
 from fxsafe.errors import FxsafeError, FxsafeWarning, UnsupportedTorchError
 from fxsafe.gate import Verdict, ask, release_doubt
+from fxsafe.observe import events, watchdog
 from fxsafe.patches import CATALOGUE, FIXES
 from fxsafe.patches.base import Patch, Plan, ShapeError
 
@@ -57,7 +58,8 @@ class PatchInfo(TypedDict):
         reason: why it has this status; empty for an active patch that is tested on this torch.
         upstream: links, separated by spaces.
         torch: ``torch.__version__``, or None while torch is not imported.
-        counters: for an active patch ``traces`` and ``most_traces_at_once`` since the process began, and its own.
+        counters: for an active patch ``traces``, ``most_traces_at_once``, ``waits`` and ``longest_wait_s`` since the
+            process began, and its own.
     """
 
     name: str
@@ -105,8 +107,9 @@ _warned: set[str] = set()
 class Installation:
     """One counted installation; ``install`` makes it. As a context manager it is undone at the end of the block."""
 
-    def __init__(self, fix: str) -> None:
+    def __init__(self, fix: str, stall_after: float | None = None) -> None:
         self.fix = fix
+        self.stall_after = stall_after
 
     def uninstall(self, timeout: float = QUIET_TIMEOUT_S) -> None:
         """Give this installation back; the last one out restores every original object.
@@ -120,6 +123,13 @@ class Installation:
             FxsafeError: this thread is inside a trace, or another thread's trace outlasted ``timeout``. The
                 installation is then as it was, and ``uninstall`` can be called again.
         """
+        try:
+            self._uninstall(timeout)
+        finally:
+            _watch()
+        _warn_of_left()
+
+    def _uninstall(self, timeout: float) -> None:
         with traces.lock:
             if self not in _state.handles:
                 return
@@ -136,7 +146,6 @@ class Installation:
                         if self in _state.handles:
                             _state.handles.remove(self)
                         _reset_if_last()
-        _warn_of_left()
 
     def __enter__(self) -> Installation:
         return self
@@ -192,7 +201,11 @@ def _make_request(fix: str, patches: Iterable[str] | None, strict: bool | None) 
 
 
 def install(
-    fix: str = "thread-local", *, patches: Iterable[str] | None = None, strict: bool | None = None
+    fix: str = "thread-local",
+    *,
+    patches: Iterable[str] | None = None,
+    strict: bool | None = None,
+    stall_after: float | None = None,
 ) -> Installation:
     """Make FX tracing, and what stands on it, safe to use from several threads of this process.
 
@@ -205,6 +218,10 @@ def install(
         patches: names of the patches to apply; None for all that go with ``fix``.
         strict: raise where a patch would be left out or is untested on this torch, instead of warning. None reads
             the environment variable ``FXSAFE_STRICT``.
+        stall_after: seconds after which a wait for Dynamo's lock or for traces to end, or a trace that does not end,
+            is reported on stderr with the stacks of whoever waits and whoever is waited for. None reads the
+            environment variable ``FXSAFE_STALL_AFTER``; nothing is watched if that is unset. Of several
+            installations the smallest number counts.
 
     Raises:
         FxsafeError: an unknown fix or patch name; an installation with another fix or other patches exists; this
@@ -215,11 +232,11 @@ def install(
         FxsafeWarning: a patch was left out because this torch is unsupported, or applied although it is untested.
     """
     request = _make_request(fix, patches, strict)
+    handle = Installation(fix, _stall_bound(stall_after))
     imports.expect(_modules_of(request), _arrived)
     torch_version = _torch_version()
     if request.strict and torch_version is None and any(request.wants(p) for p in CATALOGUE):
         _refuse_by_metadata()
-    handle = Installation(fix)
     with traces.lock:
         while traces.state.changing and not _state.handles and not traces.in_flight_here():
             traces.changed.wait()
@@ -229,7 +246,31 @@ def install(
         else:
             _apply(request, handle)
         traces.changed.notify_all()
+    _watch()
     return handle
+
+
+def _stall_bound(stall_after: float | None) -> float | None:
+    where, value = "install(stall_after=...)", stall_after
+    if stall_after is None:
+        where, text = "FXSAFE_STALL_AFTER", os.environ.get("FXSAFE_STALL_AFTER", "").strip()
+        if text.lower() in ("", *_OFF):
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            raise FxsafeError(f"{where} is a number of seconds, not {text!r}") from None
+    if not isinstance(value, (int, float)) or not value > 0:
+        raise FxsafeError(f"{where} is a number of seconds above 0, not {value!r}")
+    return float(value)
+
+
+def _watch() -> None:
+    """Let the watchdog run with the smallest bound that an open installation asks for, or not at all."""
+    with traces.lock:
+        ended = watchdog.watch(min((h.stall_after for h in _state.handles if h.stall_after is not None), default=None))
+    if ended is not None:
+        ended.join()
 
 
 def _modules_of(request: _Request) -> list[str]:
@@ -464,12 +505,17 @@ class installed:
     """
 
     def __init__(
-        self, fix: str = "thread-local", *, patches: Iterable[str] | None = None, strict: bool | None = None
+        self,
+        fix: str = "thread-local",
+        *,
+        patches: Iterable[str] | None = None,
+        strict: bool | None = None,
+        stall_after: float | None = None,
     ) -> None:
         if callable(fix):
             raise TypeError("write @fxsafe.installed(), with parentheses")
         names = None if patches is None else _names("installed(patches=...)", patches)
-        self._install = functools.partial(install, fix, patches=names, strict=strict)
+        self._install = functools.partial(install, fix, patches=names, strict=strict, stall_after=stall_after)
         self._handles: list[Installation] = []
 
     def __enter__(self) -> Installation:
@@ -530,6 +576,7 @@ def info() -> list[PatchInfo]:
             counters: dict[str, Any] = {}
             if plan is not None:
                 counters = {"traces": traces.state.total, "most_traces_at_once": traces.state.most_at_once}
+                counters |= events.counters()
                 counters |= plan.counters() if plan.counters is not None else {}
             own_fix = next(iter(patch.fixes)) if len(patch.fixes) == 1 else None
             records.append(
@@ -555,6 +602,7 @@ def _after_fork_in_child() -> None:
                 applied.patch.after_fork_in_child()
     finally:
         traces.changed.release()
+    watchdog.after_fork_in_child()
 
 
 if hasattr(os, "register_at_fork"):

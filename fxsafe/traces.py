@@ -21,6 +21,7 @@ from typing import Any
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeWrap, Edit, body_below, copy_function
 from fxsafe.errors import FxsafeError
+from fxsafe.observe import events
 from fxsafe.shapes import ShapeError, own_function, shape_of
 
 __all__ = [
@@ -138,10 +139,14 @@ def quiet(what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: 
                         f"{what} waited {timeout:g} s for traces on other threads to end; nothing was changed. "
                         f"Call it when they have ended.\n{_describe(tracing)}"
                     )
+                if get_ident() not in events.waiting:
+                    events.begin_wait(f"wait in {what} for traces to end", _in_flight_elsewhere)
                 changed.wait(left if all(tracing.values()) else min(left, _LOOK_AGAIN_S))
                 wanted = still_wanted()
+            events.end_wait()
             yield wanted
         finally:
+            events.end_wait()
             state.changing = False
             changed.notify_all()
 
@@ -150,16 +155,33 @@ def _enter() -> None:
     me = get_ident()
     with lock:
         # A trace nested in one that is waited for must go on, or the wait could not end.
-        while state.changing and me not in state.depth and not _traces_on_stack(sys._getframe()):
-            changed.wait()
-        state.depth[me] = state.depth.get(me, 0) + 1
+        if state.changing and me not in state.depth and not _traces_on_stack(sys._getframe()):
+            _wait_for_change()
+        state.depth[me] = depth = state.depth.get(me, 0) + 1
         state.total += 1
         state.most_at_once = max(state.most_at_once, len(state.depth))
+    if events.listeners:
+        events.tell("begin", "trace", depth - 1)
+
+
+def _wait_for_change() -> None:
+    try:
+        events.begin_wait("wait for fxsafe to be installed or undone", _who_changes)
+        while state.changing:
+            changed.wait()
+    finally:
+        events.end_wait()
+
+
+def _who_changes() -> list[int]:
+    return [ident for ident, wait in events.waiting.copy().items() if wait.owners is _in_flight_elsewhere]
 
 
 def _leave(depth: int) -> None:
     """Put the calling thread's depth back to what it was before ``_enter``; may be repeated."""
     me = get_ident()
+    if events.listeners:
+        events.tell("end", "trace", depth)
     with lock:
         if depth:
             state.depth[me] = depth
@@ -235,7 +257,8 @@ def register_edit(module: ModuleType) -> Edit:
                     _leave(depth)  # Ctrl-C on the way: nobody else would
                     raise
 
-        hide(registered_trace, _enter, _leave)
+        hide(registered_trace, _enter, _leave, _wait_for_change)
+        events.hide_frames()
         return registered_trace
 
     return CodeWrap(f"{FX}.Tracer.trace", function, trace_template, wrap)  # type: ignore[arg-type]
@@ -245,4 +268,5 @@ def after_fork_in_child() -> None:
     """Only the forking thread lives on: forget the traces of the others. Called with ``changed`` held."""
     me = get_ident()
     state.depth = {ident: depth for ident, depth in state.depth.items() if ident == me}
+    events.after_fork_in_child()
     state.changing = False

@@ -15,7 +15,7 @@ import fxsafe
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-for name in ("FXSAFE_DISABLE", "FXSAFE_STRICT"):
+for name in ("FXSAFE_DISABLE", "FXSAFE_STRICT", "FXSAFE_STALL_AFTER"):
     os.environ.pop(name, None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -421,3 +422,23 @@ def test_version_names_the_package(tmp_path: Path) -> None:
     outcome = execute(["-m", "fxsafe", "--version"], tmp_path)
     assert outcome.status == 0
     assert outcome.out.startswith("fxsafe ")
+
+
+def test_run_records_a_program_to_its_last_thread(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import threading, torch\n"
+        "def late():\n"
+        "    threading.main_thread().join()\n"
+        "    torch.fx.symbolic_trace(torch.nn.ReLU())\n"
+        "threading.Thread(target=late, name='late').start()\n"
+        "print([t.name for t in threading.enumerate() if t.name.startswith('fxsafe')])\n"
+        "raise SystemExit(3)\n"
+    )
+    words = ["run", "--record", "race.json", "--stall-after", "50", "program.py"]
+    done = execute(["-m", "fxsafe", *words], tmp_path)
+    assert (done.status, done.out) == (3, "['fxsafe-watchdog']\n")
+    events = json.loads((tmp_path / "race.json").read_text())["traceEvents"]
+    (thread,) = {e["tid"] for e in events if e["name"] == "trace"}
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["tid"] == thread] == ["late"]
+    missing = execute(["-m", "fxsafe", "run", "--record", "no/race.json", "program.py"], tmp_path)
+    assert (missing.status, missing.err.count("\n")) == (2, 1)

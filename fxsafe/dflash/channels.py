@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 __all__ = ["Channel", "Closed"]
@@ -29,6 +30,8 @@ class Channel(Generic[T]):
         self._closed = False
         self._put_wait = self._get_wait = 0.0
         self._counted_from = 0.0
+        self.moved_at = time.perf_counter()
+        """when something was put or taken last"""
 
     def put(self, item: T) -> None:
         """Append, once there is room.
@@ -44,10 +47,14 @@ class Channel(Generic[T]):
             if self._closed:
                 raise Closed
             self._items.append(item)
+            self.moved_at = time.perf_counter()
             self._changed.notify_all()
 
-    def get(self) -> T:
+    def get(self, patience: float | None = None, impatient: Callable[[], None] | None = None) -> T:
         """Take the oldest, once there is one.
+
+        Args:
+            patience: seconds of waiting after which ``impatient`` is called, again and again.
 
         Raises:
             Closed: before or while waiting; what is left in the channel is dropped.
@@ -55,11 +62,13 @@ class Channel(Generic[T]):
         with self._changed:
             started = time.perf_counter()
             while not self._items and not self._closed:
-                self._changed.wait()
+                if not self._changed.wait(patience) and impatient is not None:
+                    impatient()
             self._get_wait += time.perf_counter() - max(started, self._counted_from)
             if self._closed:
                 raise Closed
             item = self._items.popleft()
+            self.moved_at = time.perf_counter()
             self._changed.notify_all()
             return item
 

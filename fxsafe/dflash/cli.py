@@ -1,10 +1,11 @@
-"""``fxsafe dflash``: train, eval, export, prepare, plot and demo.
+"""``fxsafe dflash``: train, eval, export, prepare, plot, demo and stress.
 
 A mistake of the user's is answered with one line on stderr and status 2; a run that a signal stopped, with 130.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -60,9 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     options = parser.parse_args(words)
-    # Several threads compile, which plain torch up to 2.13 does not survive.
-    fxsafe.install()
     try:
+        if options.command == "stress":  # installs what each of its modes wants, in processes of their own
+            return _stress(options.stress)
+        # Several threads compile, which plain torch up to 2.13 does not survive.
+        fxsafe.install()
         command = {"train": _train, "eval": _eval, "export": _export, "prepare": _prepare, "plot": _plot, "demo": _demo}
         return command[options.command](options[options.command])
     except DFlashError as error:
@@ -146,6 +149,39 @@ def _parser() -> jsonargparse.ArgumentParser:
     )
     demo.add_argument("--out", default="dflash-demo", help="directory to write; replaced if it is a demo's")
     commands.add_subcommand("demo", demo, help="the whole story on a laptop")
+
+    stress = jsonargparse.ArgumentParser(
+        description="Run one training load from cold caches under plain torch, the known work-arounds and fxsafe, and "
+        "compare: steps, errors, hangs, silent eager steps, tokens per second, memory, residue."
+    )
+    stress.add_argument("--seconds", type=float, default=120.0, help="of all starts together, imports not counted")
+    stress.add_argument("--starts", type=int, default=1, help="cold starts of each mode")
+    stress.add_argument("--modes", default="", help="comma-separated; default: all (see docs/dflash.md)")
+    stress.add_argument("--threads", type=int, default=2, help="drafters")
+    stress.add_argument(
+        "--devices", default="auto", help="comma-separated, given to the drafters in turns; auto: one GPU or the CPU"
+    )
+    stress.add_argument("--backend", default="auto", help="of torch.compile; auto: inductor, on the CPU aot_eager")
+    stress.add_argument("--steps", type=int, default=0, help="of a drafter in one start at most; 0: as time allows")
+    stress.add_argument("--at-most", type=float, default=None, help="seconds after which no further start begins")
+    stress.add_argument("--jobs", type=int, default=1, help="starts at a time; speeds mean nothing with more than 1")
+    stress.add_argument("--spawn", action="store_true", help="start each process afresh instead of forking it")
+    stress.add_argument("--trace-every", type=int, default=1, help="steps between two traces of a drafter; 0: none")
+    stress.add_argument("--stall-after", type=float, default=None, help="seconds that are a hang; default: by backend")
+    for name, what in (
+        ("hidden", "size of the target's states"),
+        ("layers", "of the drafter"),
+        ("length", "tokens of the longest sequence"),
+        ("anchors", "blocks of a sequence"),
+        ("block", "tokens of a block"),
+        ("batch", "sequences of a step"),
+        ("shapes", "different lengths, each of which is compiled for"),
+    ):
+        stress.add_argument(f"--{name}", type=int, default=None, help=f"{what}; default: by device")
+    stress.add_argument("--json", default=None, help="file for all numbers")
+    stress.add_argument("--png", default=None, help="file for a picture")
+    stress.add_argument("--record", default=None, help="file for a timeline of the first start of all of fxsafe")
+    commands.add_subcommand("stress", stress, help="the training load under plain torch, work-arounds and fxsafe")
     return parser
 
 
@@ -158,7 +194,13 @@ def _train(options: Any) -> int:
         print(line)
     if options.dry_run:
         return 0
-    outcome = trainer.run()
+    run = built.run
+    with contextlib.ExitStack() as stack:
+        if run.stall_after:
+            stack.enter_context(fxsafe.install(stall_after=run.stall_after))
+        if run.record:
+            stack.enter_context(fxsafe.record(run.record))
+        outcome = trainer.run()
     print(f"checkpoint {outcome.checkpoint}")
     if outcome.export:
         print(f"drafter    {outcome.export}")
@@ -280,6 +322,12 @@ def _demo(options: Any) -> int:
     result = run_demo(out)
     trained = result["trained"]
     return 0 if trained["equal"] == len(trained["requests"]) else 1
+
+
+def _stress(options: Any) -> int:
+    from fxsafe.dflash.stress.command import stress
+
+    return stress(options)
 
 
 def _load(options: Any) -> tuple[Any, Any]:

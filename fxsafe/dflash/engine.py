@@ -12,8 +12,10 @@ It is the same for every M up to the order of additions, and bit for bit from ru
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -77,6 +79,9 @@ class Engine:
         per_step: micro-batches of one optimizer step in this process.
         depth: features that may wait in each channel.
         reduce: adds up gradients and the tally, in place, over other processes.
+        stall_after: seconds without anything put into a queue or taken out of one, while a step is waited for, after
+            which ``report`` gets the stacks of all threads; again each time they have doubled. None for never.
+        report: is called with that text in the thread that waits.
     """
 
     def __init__(
@@ -89,7 +94,10 @@ class Engine:
         per_step: int,
         depth: int = 2,
         reduce: Callable[[list[Tensor]], None] | None = None,
+        stall_after: float | None = None,
+        report: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
+        self._stall_after, self._report, self._next_report = stall_after, report, stall_after or 0.0
         self.targets, self.replicas, self.master = targets, replicas, master
         self._batches, self._per_step, self._reduce = batches, per_step, reduce
         self._taps = replicas[0].config.target_layer_ids
@@ -133,7 +141,7 @@ class Engine:
         try:
             for channel in self._go:
                 channel.put(first)
-            lists = [self._done.get() for _ in self.replicas]
+            lists = [self._done.get(self._stall_after, self._look) for _ in self.replicas]
         except Closed:
             self._raise()
         self._next += self._per_step
@@ -273,15 +281,27 @@ class Engine:
             return None
         return self.targets[int(number)].device if kind == "target" else self.replicas[int(number)].device
 
+    def _channels(self) -> list[Channel[Any]]:
+        return [*self._inbox, *(c for row in self._features for c in row), *self._go, self._done]
+
     def _close(self) -> None:
-        channels: list[Channel[Any]] = [
-            *self._inbox,
-            *(c for row in self._features for c in row),
-            *self._go,
-            self._done,
-        ]
-        for channel in channels:
+        for channel in self._channels():
             channel.close()
+
+    def _look(self) -> None:
+        """The step has waited long: report it if nothing has moved anywhere."""
+        assert self._stall_after is not None
+        still = time.perf_counter() - max(channel.moved_at for channel in self._channels())
+        if still < self._stall_after:
+            self._next_report = self._stall_after
+        elif still >= self._next_report:
+            self._next_report = 2 * still
+            frames, lines = sys._current_frames(), [f"no queue of the trainer has moved for {still:.0f} s\n"]
+            for thread in threading.enumerate():
+                if thread.ident in frames:
+                    lines.append(f"thread {thread.name!r} is at\n")
+                    lines += traceback.format_stack(frames[thread.ident])
+            self._report("".join(lines).rstrip())
 
     def _raise(self) -> NoReturn:
         with self._lock:

@@ -100,6 +100,9 @@ _SHOWN = (
     ("drafter_wait", "wait drafter {:.0%}"),
     ("target_wait", "target {:.0%}"),
     ("graphs", "compiled {:.0f}"),
+    ("fx_refusals_avoided", "refusals avoided {:.0f}"),
+    ("fx_waits", "waits {:.0f}"),
+    ("fx_longest_wait_s", "longest {:.1f} s"),
 )
 
 

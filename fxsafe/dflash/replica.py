@@ -48,10 +48,17 @@ class Replica:
         device: where this drafter computes.
         settings: how.
         loss: what is minimised.
+        around: put around the two functions before they are compiled, to watch them.
     """
 
     def __init__(
-        self, config: DrafterConfig, head: Head, device: torch.device, settings: ReplicaSettings, loss: LossSettings
+        self,
+        config: DrafterConfig,
+        head: Head,
+        device: torch.device,
+        settings: ReplicaSettings,
+        loss: LossSettings,
+        around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         self.config, self.device, self.settings, self.loss = config, device, settings, loss
         self.head = head.to(device, settings.dtype)
@@ -63,10 +70,17 @@ class Replica:
         self._forward: Callable[..., Tensor] = self.drafter
         self._chunk: ChunkLoss = chunk_loss
         if settings.compile:
-            self._forward = compile_here(self.drafter.forward, backend=settings.backend)
-            self._chunk = compile_here(chunk_loss, backend=settings.backend)
+            forward, chunk = self.drafter.forward, chunk_loss
+            if around is not None:
+                forward, chunk = around(forward), around(chunk)
+            self._forward = compile_here(forward, backend=settings.backend)
+            self._chunk = compile_here(chunk, backend=settings.backend)
         flex = settings.attention == "flex" or (settings.attention == "auto" and device.type == "cuda")
         self._masks: Callable[..., Sequence[Any]] = block_masks if flex else dense_masks
+
+    def wrap_compiled(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put something around the compiled functions, for experiments."""
+        self._forward, self._chunk = wrap(self._forward), wrap(self._chunk)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy weights into place, converting them; compiled code stays valid."""

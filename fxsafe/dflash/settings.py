@@ -130,6 +130,9 @@ class RunSettings:
         keep: checkpoints that stay.
         tensorboard: write events for TensorBoard too.
         peak_tflops: of one device in the drafter's dtype, for MFU; null knows some GPUs.
+        stall_after: seconds without progress after which the stacks of all threads are printed, and of those that wait
+            for one another in torch; 0 for never.
+        record: file for a timeline of the threads, written at the end (fxsafe.record); null for none.
     """
 
     out: str = "run"
@@ -142,6 +145,8 @@ class RunSettings:
     keep: int = 3
     tensorboard: bool = False
     peak_tflops: float | None = None
+    stall_after: float = 600.0
+    record: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,6 +195,8 @@ class Settings:
             raise SettingsError("data.validation_share must be at least 0 and less than 1")
         if drafter.sliding_layers > drafter.layers:
             raise SettingsError("drafter.sliding_layers is more than drafter.layers")
+        if self.run.stall_after < 0:
+            raise SettingsError("run.stall_after is less than 0")
 
     def to_json(self) -> dict[str, Any]:
         """For checkpoints and ``settings.json``."""

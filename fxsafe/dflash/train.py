@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fxsafe
 from fxsafe.dflash import chat, checkpoint
 from fxsafe.dflash.batches import MicroBatch, seed_for
 from fxsafe.dflash.compiling import promise_recompile_limit
@@ -62,6 +63,15 @@ def load_tokenizer(settings: Settings) -> Any:
         )
     except (OSError, ValueError):
         return None
+
+
+def counted() -> dict[str, float]:
+    """What fxsafe has counted in this process so far; empty where it is not installed."""
+    counters: dict[str, Any] = {}
+    for entry in fxsafe.info():
+        counters |= entry["counters"]
+    names = ("traces", "most_traces_at_once", "refusals_avoided", "waits", "longest_wait_s")
+    return {f"fx_{name}": counters[name] for name in names if name in counters}
 
 
 class Trainer:
@@ -181,6 +191,7 @@ class Trainer:
             per_step=settings.data.micro_batches // processes.world,
             depth=settings.data.depth,
             reduce=processes.reduce if processes.world > 1 else None,
+            stall_after=run.stall_after or None,
         )
         try:
             with self._signals(journal, engine), engine:
@@ -365,6 +376,7 @@ class Trainer:
             "optimizer_seconds": sum(r.optimizer for r in reports) / len(reports),
             "graphs": sum(r.graphs for r in reports),
             "skipped": sum(r.skipped for r in reports),
+            **counted(),
         }
         # Of targets and drafters, over all devices: whoever waits lowers it.
         sequences = len(reports) * self.settings.data.batch_size * self.settings.data.micro_batches

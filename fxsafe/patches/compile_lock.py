@@ -31,6 +31,7 @@ from typing import Any
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import AttributeSwap, Edit
+from fxsafe.observe import events
 from fxsafe.patches.base import Patch, Plan, ShapeError
 
 __all__ = ["PATCH", "CompileLock"]
@@ -67,7 +68,7 @@ class CompileLock:
         self._get = torch._C._is_multithreading_enabled
         self._set = torch._C._set_multithreading_enabled
         self.taken = 0
-        self.waited = 0
+        self.waited = events.Tally()
         # A frame of ours under Dynamo's callback must run as it is; torch's own lock has no frame at all.
         frame_hider()(
             CompileLock.acquire,
@@ -78,6 +79,7 @@ class CompileLock:
             CompileLock._wait,
             CompileLock._report,
         )
+        events.hide_frames()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As ``RLock.acquire``; a wait without a time limit that becomes long is reported to the log."""
@@ -108,6 +110,8 @@ class CompileLock:
             if owned and held.depth == 1:
                 self._holder = None
                 self._set(held.multithreading)
+                if events.listeners:
+                    events.tell("end", "compile")
         finally:
             if owned and held.depth:
                 held.depth -= 1
@@ -134,14 +138,24 @@ class CompileLock:
             self._set(False)
             self._holder = get_ident()
             self.taken += 1
+            if events.listeners:
+                events.tell("begin", "compile")
 
     def _wait(self) -> None:
-        self.waited += 1
         reported = False
-        while not self._lock.acquire(True, REPORT_AFTER_S):
-            if not reported:
-                self._report()
-                reported = True
+        try:
+            self.waited.add()
+            events.begin_wait("wait for Dynamo's compile lock", self._holders)
+            while not self._lock.acquire(True, REPORT_AFTER_S):
+                if not reported:
+                    self._report()
+                    reported = True
+        finally:
+            events.end_wait()
+
+    def _holders(self) -> list[int]:
+        holder = self._holder
+        return [] if holder is None else [holder]
 
     def _report(self) -> None:
         holder = self._holder
@@ -206,7 +220,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     edits: list[Edit] = [
         AttributeSwap(f"{owner.__name__}.{name}", owner, name, stand_in) for owner, name in _places(lock)
     ]
-    return Plan(edits, counters=lambda: {"taken": stand_in.taken, "waited": stand_in.waited})
+    return Plan(edits, counters=lambda: {"taken": stand_in.taken, "waited": stand_in.waited.total})
 
 
 PATCH = Patch(

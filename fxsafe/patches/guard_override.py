@@ -18,11 +18,13 @@ This file can be deleted when nobody wants the refusal gone: when torch itself t
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, code_with_constants
+from fxsafe.observe import events
 from fxsafe.patches.base import Patch, Plan
 from fxsafe.shapes import Shape, own_function, require
 from fxsafe.traces import FX, in_flight_here
@@ -46,34 +48,43 @@ _FLAG = "_is_fx_tracing_flag"
 
 
 def _tracing_2_5() -> Any:
-    getframe: Any = "<getframe>"
-    return _is_fx_tracing_flag and getframe(1).f_globals.get("__name__") != "torch._dynamo.eval_frame"
+    may_know: Any = "<may know>"
+    return _is_fx_tracing_flag and may_know()
 
 
 def _symbolic_tracing_2_9() -> Any:
-    getframe: Any = "<getframe>"
-    return (
-        _is_fx_tracing_flag
-        and not torch.compiler.is_compiling()
-        and getframe(1).f_globals.get("__name__") == "torch.export.unflatten"
-    )
+    may_know: Any = "<may know>"
+    return _is_fx_tracing_flag and not torch.compiler.is_compiling() and may_know()
 
 
 def _symbolic_tracing_2_14() -> Any:
-    getframe: Any = "<getframe>"
-    return (
-        _get_is_fx_tracing()
-        and not torch.compiler.is_compiling()
-        and getframe(1).f_globals.get("__name__") == "torch.export.unflatten"
-    )
+    may_know: Any = "<may know>"
+    return _get_is_fx_tracing() and not torch.compiler.is_compiling() and may_know()
 
 
-_KNOWN = {
-    "is_fx_symbolic_tracing": {
-        Shape((), frozenset({_FLAG, "torch"}), _NOTHING): _symbolic_tracing_2_9,
-        Shape((), frozenset({"_get_is_fx_tracing", "torch"}), _NOTHING): _symbolic_tracing_2_14,
-    },
-    "is_fx_tracing": {Shape((), frozenset({_FLAG}), _NOTHING): _tracing_2_5},
+def _all_but_the_guard() -> bool:
+    if events.guard_asks(2):
+        events.refusal_avoided()
+        return False
+    return True
+
+
+def _only_unflatten() -> bool:
+    if events.guard_asks(2):
+        events.refusal_avoided()
+        return False
+    return bool(sys._getframe(2).f_globals.get("__name__") == "torch.export.unflatten")
+
+
+_KNOWN: dict[str, tuple[Callable[[], bool], dict[Shape, Callable[[], Any]]]] = {
+    "is_fx_symbolic_tracing": (
+        _only_unflatten,
+        {
+            Shape((), frozenset({_FLAG, "torch"}), _NOTHING): _symbolic_tracing_2_9,
+            Shape((), frozenset({"_get_is_fx_tracing", "torch"}), _NOTHING): _symbolic_tracing_2_14,
+        },
+    ),
+    "is_fx_tracing": (_all_but_the_guard, {Shape((), frozenset({_FLAG}), _NOTHING): _tracing_2_5}),
 }
 
 
@@ -87,12 +98,13 @@ def _after_fork_in_child() -> None:
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     module = modules[FX]
     name = "is_fx_symbolic_tracing" if "is_fx_symbolic_tracing" in vars(module) else "is_fx_tracing"
-    bodies = _KNOWN[name]
+    may_know, bodies = _KNOWN[name]
     where = f"{FX}.{name}"
     function = own_function(module, name)
     body = bodies[require(where, function, *bodies)]
-    code = code_with_constants(body, {"<getframe>": sys._getframe}, function.__code__)  # type: ignore[arg-type]
-    return Plan([CodeSwap(where, function, code)])
+    frame_hider()(may_know)
+    code = code_with_constants(body, {"<may know>": may_know}, function.__code__)  # type: ignore[arg-type]
+    return Plan([CodeSwap(where, function, code)], counters=lambda: {"refusals_avoided": events.refusals.total})
 
 
 PATCH = Patch(

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, CodeWrap, Edit, ModuleProperties, code_with_constants
+from fxsafe.observe import events
 from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
 from fxsafe.shapes import Shape, own_function, require, shape_of
 from fxsafe.traces import FX, lock, registered_body, state, trace_function, trace_template
@@ -52,6 +53,15 @@ class _Marked(set[int]):
     # It travels among the constants of a code object, and profilers hash those.
     __hash__ = object.__hash__  # type: ignore[assignment]
 
+    def avoided(self, compiling: bool = False) -> bool:
+        """Says False to a predicate that torch's global would have made say True, and counts it for the guard.
+
+        A method of this object, because one constant more would be loaded by every warm call.
+        """
+        if not compiling and events.guard_asks(2):
+            events.refusal_avoided()
+        return False
+
 
 # Threads whose flag may be set: empty while nobody traces, and then a predicate costs what torch's own does. The flag
 # itself decides; a stale member (a thread that died with its flag set) only sends the question there.
@@ -73,7 +83,7 @@ def set_flag(value: Any) -> None:
 def _tracing_2_5() -> Any:
     marked: Any = "<marked>"
     flag: Any = "<flag>"
-    return flag.tracing if marked else False
+    return flag.tracing or marked.avoided() if marked else False
 
 
 def _tracing_2_9() -> Any:
@@ -86,7 +96,11 @@ def _tracing_2_9() -> Any:
 def _symbolic_tracing_2_9() -> Any:
     marked: Any = "<marked>"
     flag: Any = "<flag>"
-    return bool(marked) and flag.tracing and not torch.compiler.is_compiling()
+    return (
+        bool(marked)
+        and (flag.tracing or marked.avoided(torch.compiler.is_compiling()))
+        and not torch.compiler.is_compiling()
+    )
 
 
 _PREDICATES = {
@@ -160,7 +174,7 @@ def _trace_edit(module: ModuleType, kept: _Global) -> Edit:
                     _marked.discard(get_ident())
                 kept.tidy()
 
-        hide(flagged_trace, set_flag)
+        hide(flagged_trace, set_flag, _Marked.avoided)
         return flagged_trace
 
     return CodeWrap(f"{FX}.Tracer.trace", registered_body(module), trace_template, wrap)  # type: ignore[arg-type]
@@ -185,7 +199,8 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
             *_predicate_edits(module),
             _trace_edit(module, kept),
             ModuleProperties(f"{FX}.{_NAME}", module, {_NAME: flag_property}),
-        ]
+        ],
+        counters=lambda: {"refusals_avoided": events.refusals.total},
     )
 
 

@@ -259,3 +259,41 @@ def test_a_closed_channel_lets_everybody_go() -> None:
     assert left == ["put"]
     with pytest.raises(Closed):
         channel.get()
+
+
+def test_a_step_in_which_no_queue_moves_is_reported_with_all_stacks() -> None:
+    reported = threading.Event()
+    reports: list[str] = []
+
+    class Stuck:
+        device = CPU
+
+        def __init__(self, target: Target) -> None:
+            self.head, self._target = target.head, target
+
+        def features(self, ids_BS: torch.Tensor, taps: Sequence[int]) -> torch.Tensor:
+            assert reported.wait(60)  # here
+            return self._target.features(ids_BS, taps)
+
+    def report(text: str) -> None:
+        reports.append(text)
+        reported.set()
+
+    run = Run(target=Stuck(Target(tiny.target_model("qwen3"))))
+    run.engine._stall_after, run.engine._report = 0.05, report
+    with run.engine as engine:
+        engine.step(1e-2)
+    assert "no queue of the trainer has moved" in reports[0]
+    assert "thread 'target-0' is at" in reports[0]
+    assert "assert reported.wait(60)  # here" in reports[0]
+
+
+def test_a_step_that_is_slow_but_moves_is_not_reported() -> None:
+    run = Run()
+    run.engine._stall_after, run.engine._report = 1e-9, pytest.fail
+    run.engine._next_report = float("inf")
+    with run.engine as engine:
+        engine.step(1e-2)
+        run.engine._stall_after = 1e9
+        engine._look()
+    assert run.engine._next_report == 1e9

@@ -13,17 +13,18 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
+import fxsafe
 from fxsafe.dflash import checkpoint
 from fxsafe.dflash.engine import StepReport, WorkerError
 from fxsafe.dflash.errors import CheckpointError, DataError, DFlashError, NotFiniteError, SettingsError
 from fxsafe.dflash.export import export_drafter, load_drafter
-from fxsafe.dflash.journal import plot, read_metrics
+from fxsafe.dflash.journal import describe, plot, read_metrics
 from fxsafe.dflash.losses import LossSettings
 from fxsafe.dflash.optim import OptimSettings
 from fxsafe.dflash.rows import Table
 from fxsafe.dflash.settings import DataSettings, DrafterSettings, RunSettings, Settings, TargetSettings
 from fxsafe.dflash.target import Target
-from fxsafe.dflash.train import Trainer
+from fxsafe.dflash.train import Trainer, counted
 
 
 def rows(count: int = 30) -> Table:
@@ -59,6 +60,15 @@ def state_of(out: Path) -> dict[str, torch.Tensor]:
     found = checkpoint.latest(out / "checkpoints")
     assert found is not None
     return checkpoint.load_checkpoint(found)[0]
+
+
+def test_the_log_has_the_counters_of_fxsafe_where_it_is_installed(tmp_path: Path) -> None:
+    assert counted() == {}
+    with fxsafe.install():
+        trainer(tmp_path / "run").run(quiet=True)
+    row = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    assert {"fx_traces", "fx_waits", "fx_longest_wait_s"} <= set(row)
+    assert f"waits {row['fx_waits']:.0f}" in describe(row)
 
 
 def test_a_run_leaves_all_that_is_promised(tmp_path: Path) -> None:

@@ -1,0 +1,239 @@
+"""``fxsafe.record``: a timeline of the threads, as a Chrome trace for https://ui.perfetto.dev and chrome://tracing."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from types import CodeType, TracebackType
+from typing import Any, NamedTuple
+
+from fxsafe import traces
+from fxsafe.errors import FxsafeError
+from fxsafe.observe import events
+from fxsafe.observe.events import Phase
+
+__all__ = ["Recording", "record"]
+
+# Whose frames are not where a trace or a compile was asked for.
+_INNER = frozenset({"torch", "fxsafe", "contextlib", "threading", "functools", "concurrent"})
+
+
+class _Lane:
+    """One thread; idents and native ids are given to new threads again, lanes are not."""
+
+    def __init__(self) -> None:
+        self.native_id = threading.get_native_id()
+        self.name = threading.current_thread().name
+
+
+class _Event(NamedTuple):
+    phase: Phase
+    what: str
+    depth: int
+    lane: _Lane
+    ns: int
+    place: tuple[CodeType, int] | None
+
+
+def _place() -> tuple[CodeType, int] | None:
+    """Code and line of the innermost frame that is neither torch's nor ours; None on a thread that has none."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        if name.partition(".")[0] not in _INNER or name.startswith("fxsafe.dflash"):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+class Recording:
+    """Made by ``record``; a context manager, or ``start()`` and ``stop()``.
+
+    The file is written by ``stop()``, whatever ended the block, at the latest when the interpreter ends. It appears
+    whole or not at all.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._events: list[_Event] = []
+        self._threads = threading.local()
+        self._state = "new"
+        self._pid = self._from = self._to = 0
+        self._began_at = 0.0
+
+    def start(self) -> Recording:
+        """
+        Raises:
+            FxsafeError: it was started before, or its directory does not exist or cannot be written.
+        """
+        if self._state != "new":
+            raise FxsafeError("a recording is started once; make another with fxsafe.record()")
+        directory = os.path.dirname(os.path.abspath(self.path))
+        if not os.path.isdir(directory) or not os.access(directory, os.W_OK):
+            raise FxsafeError(f"fxsafe.record({self.path!r}): {directory} is no directory that can be written")
+        self._pid, self._began_at, self._from = os.getpid(), time.time(), time.perf_counter_ns()
+        self._state = "running"
+        atexit.register(self.stop)
+        with traces.lock:
+            events.listen(self)
+        return self
+
+    def stop(self) -> None:
+        """Write the file. Does nothing the second time, and in a forked child, whose parent records.
+
+        Raises:
+            OSError: the file cannot be written; ``stop`` can be called again.
+        """
+        if self._state not in ("running", "stopped") or self._pid != os.getpid():
+            return
+        if self._state == "running":
+            with traces.lock:
+                events.unlisten(self)
+            self._to = time.perf_counter_ns()
+            self._state = "stopped"
+        try:
+            self._write()
+        except KeyboardInterrupt:
+            self._write()  # what was recorded is not lost by it
+            self._done()
+            raise
+        self._done()
+
+    def _done(self) -> None:
+        self._state = "written"
+        atexit.unregister(self.stop)
+
+    def __enter__(self) -> Recording:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    def __call__(self, phase: Phase, what: str, depth: int) -> None:
+        try:
+            lane = self._threads.lane
+        except AttributeError:
+            lane = self._threads.lane = _Lane()
+        place = None if phase == "end" else _place()
+        self._events.append(_Event(phase, what, depth, lane, time.perf_counter_ns(), place))
+
+    def _write(self) -> None:
+        import json
+
+        content = {
+            "traceEvents": chrome_events(self._events.copy(), self._from, self._to, self._pid),
+            "displayTimeUnit": "ms",
+            "otherData": {"began_at": self._began_at, **_circumstances()},
+        }
+        beside = f"{self.path}.{self._pid}.new"
+        try:
+            with open(beside, "w", encoding="utf-8") as stream:
+                json.dump(content, stream)
+            os.replace(beside, self.path)
+        except BaseException:
+            if os.path.exists(beside):
+                os.unlink(beside)
+            raise
+
+
+def record(path: str | os.PathLike[str]) -> Recording:
+    """Record which thread traces, compiles and waits, and where a compiled call would have been refused.
+
+    ``with fxsafe.record("race.json"): ...``, or ``recording = fxsafe.record("race.json").start()`` and
+    ``recording.stop()``. What is recorded is what the patches see: without ``install()`` there is nothing.
+
+    Args:
+        path: of the file to write; one that stands there is replaced when the recording stops.
+    """
+    return Recording(path)
+
+
+def _circumstances() -> dict[str, Any]:
+    import fxsafe
+
+    patches = {entry["name"]: entry["status"] for entry in fxsafe.info()}
+    torch = getattr(sys.modules.get("torch"), "__version__", None)
+    return {"fxsafe": fxsafe.__version__, "torch": torch, "python": sys.version.split()[0], "patches": patches}
+
+
+def chrome_events(told: list[_Event], begin_ns: int, end_ns: int, pid: int) -> list[dict[str, Any]]:
+    """The list ``traceEvents`` of the Trace Event Format; times are microseconds since ``begin_ns``.
+
+    What had not ended by ``end_ns`` ends there and is marked ``unfinished``; what had begun before ``begin_ns``
+    begins there.
+    """
+    out: list[dict[str, Any]] = []
+    open_: dict[tuple[_Lane, str], list[dict[str, Any]]] = {}
+    tids: dict[_Lane, int] = {}
+
+    def at(ns: int) -> float:
+        return max(0, ns - begin_ns) / 1000
+
+    def close(stack: list[dict[str, Any]], depth: int, ns: int) -> None:
+        while len(stack) > depth:
+            span = stack.pop()
+            span["dur"] = max(0.0, at(ns) - span["ts"])
+
+    for event in sorted(told, key=lambda e: e.ns):
+        tid = tids.setdefault(event.lane, _free_number(event.lane.native_id, tids.values()))
+        category = event.what.partition(" ")[0]
+        common = {"name": event.what, "cat": category, "pid": pid, "tid": tid}
+        arguments = {} if event.place is None else {"at": _spelt(*event.place)}
+        key = event.lane, category
+        if event.phase == "instant":
+            out.append({**common, "ph": "i", "s": "t", "ts": at(event.ns), "args": arguments})
+        elif event.phase == "begin":
+            stack = open_.setdefault(key, [])
+            close(stack, event.depth, event.ns)  # those whose end was not told
+            span: dict[str, Any] = {**common, "ph": "X", "ts": at(event.ns), "dur": 0.0, "args": arguments}
+            out.append(span)
+            stack.append(span)
+        elif key in open_:
+            close(open_[key], event.depth, event.ns)
+        else:
+            open_[key] = []
+            out.append({**common, "ph": "X", "ts": 0.0, "dur": at(event.ns), "args": {"began": "before the recording"}})
+    for stack in open_.values():
+        for span in stack:
+            span["args"]["unfinished"] = True
+        close(stack, 0, end_ns)
+    names = [_metadata(pid, 0, "process_name", {"name": f"python {pid}"})]
+    names += [_metadata(pid, tid, "thread_name", {"name": lane.name}) for lane, tid in tids.items()]
+    out.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))
+    return names + out + _tracing_counts(out, pid)
+
+
+def _tracing_counts(spans: list[dict[str, Any]], pid: int) -> list[dict[str, Any]]:
+    """How many threads traced at a time, as a track of its own."""
+    until: dict[int, float] = {}
+    steps: list[tuple[float, int]] = []
+    for span in spans:
+        if span["cat"] == "trace" and span["ts"] >= until.get(span["tid"], -1.0):  # else nested in one
+            until[span["tid"]] = span["ts"] + span["dur"]
+            steps += [(span["ts"], 1), (until[span["tid"]], -1)]
+    number, out = 0, []
+    for ts, change in sorted(steps):
+        number += change
+        out.append({"name": "threads that trace", "ph": "C", "pid": pid, "tid": 0, "ts": ts, "args": {"n": number}})
+    return out
+
+
+def _free_number(wanted: int, taken: Any) -> int:
+    numbers = set(taken)
+    while wanted in numbers:
+        wanted += 1_000_000
+    return wanted
+
+
+def _spelt(code: CodeType, line: int) -> str:
+    return f"{code.co_filename}:{line} {code.co_name}"
+
+
+def _metadata(pid: int, tid: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": arguments}
+
+
+events.frames += [Recording.__call__, _Lane.__init__, _place]
