@@ -5,6 +5,7 @@ from fxsafe.patches import (
     compile_lock,
     dispatch_cache,
     dynamo_hooks,
+    export_reset,
     guard_override,
     make_fx,
     module_hooks,
@@ -27,4 +28,5 @@ CATALOGUE: tuple[Patch, ...] = (
     make_fx.PATCH,
     dispatch_cache.PATCH,
     compile_lock.PATCH,
+    export_reset.PATCH,
 )
