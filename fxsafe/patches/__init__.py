@@ -7,6 +7,7 @@ from fxsafe.patches import (
     dynamo_hooks,
     export_reset,
     guard_override,
+    lazy_graph_module,
     make_fx,
     module_hooks,
     traceback_meta,
@@ -28,5 +29,6 @@ CATALOGUE: tuple[Patch, ...] = (
     make_fx.PATCH,
     dispatch_cache.PATCH,
     compile_lock.PATCH,
+    lazy_graph_module.PATCH,
     export_reset.PATCH,
 )
