@@ -3,6 +3,7 @@
 from fxsafe.patches import (
     checkpoint_flag,
     compile_lock,
+    compiling_flags,
     dispatch_cache,
     dynamo_hooks,
     export_reset,
@@ -29,6 +30,7 @@ CATALOGUE: tuple[Patch, ...] = (
     make_fx.PATCH,
     dispatch_cache.PATCH,
     compile_lock.PATCH,
+    compiling_flags.PATCH,  # after tracing_flag: it looks whether that one is there
     lazy_graph_module.PATCH,
     export_reset.PATCH,
 )
