@@ -7,6 +7,7 @@ from fxsafe.patches import (
     dispatch_cache,
     dynamo_hooks,
     export_reset,
+    graph_break_setting,
     guard_override,
     lazy_graph_module,
     make_fx,
@@ -33,4 +34,5 @@ CATALOGUE: tuple[Patch, ...] = (
     compiling_flags.PATCH,  # after tracing_flag: it looks whether that one is there
     lazy_graph_module.PATCH,
     export_reset.PATCH,
+    graph_break_setting.PATCH,
 )
