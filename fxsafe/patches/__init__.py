@@ -12,6 +12,7 @@ from fxsafe.patches import (
     lazy_graph_module,
     make_fx,
     module_hooks,
+    stance,
     traceback_meta,
     tracing_flag,
 )
@@ -34,5 +35,6 @@ CATALOGUE: tuple[Patch, ...] = (
     compiling_flags.PATCH,  # after tracing_flag: it looks whether that one is there
     lazy_graph_module.PATCH,
     export_reset.PATCH,
+    stance.PATCH,
     graph_break_setting.PATCH,
 )
