@@ -9,6 +9,7 @@ from fxsafe.patches import (
     export_reset,
     graph_break_setting,
     guard_override,
+    guard_scope,
     lazy_graph_module,
     make_fx,
     module_hooks,
@@ -34,6 +35,7 @@ CATALOGUE: tuple[Patch, ...] = (
     compile_lock.PATCH,
     compiling_flags.PATCH,  # after tracing_flag: it looks whether that one is there
     lazy_graph_module.PATCH,
+    guard_scope.PATCH,
     export_reset.PATCH,
     stance.PATCH,
     graph_break_setting.PATCH,
