@@ -13,6 +13,7 @@ from fxsafe.patches import (
     lazy_graph_module,
     make_fx,
     module_hooks,
+    set_rng_state,
     stance,
     traceback_meta,
     tracing_flag,
@@ -36,6 +37,7 @@ CATALOGUE: tuple[Patch, ...] = (
     compiling_flags.PATCH,  # after tracing_flag: it looks whether that one is there
     lazy_graph_module.PATCH,
     guard_scope.PATCH,
+    set_rng_state.PATCH,
     export_reset.PATCH,
     stance.PATCH,
     graph_break_setting.PATCH,
