@@ -28,9 +28,9 @@ from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, Edit, ModuleProperties, copy_function
 from fxsafe.patches.base import ShapeError
 
-__all__ = ["Inline", "ThreadGlobals", "isolate", "rewritten"]
+__all__ = ["PLACEHOLDER", "Inline", "ThreadGlobals", "functions_of", "isolate", "nested", "rewritten"]
 
-_PLACEHOLDER = "<fxsafe state>"
+PLACEHOLDER = "<fxsafe state>"
 _CLOSING_LINES = 20
 _FUTURE = 0
 for _feature in __future__.all_feature_names:
@@ -60,7 +60,7 @@ def _property_of(state: object, name: str) -> property:
     return property(read, write)
 
 
-def _functions(module: ModuleType) -> Iterator[FunctionType]:
+def functions_of(module: ModuleType) -> Iterator[FunctionType]:
     """The functions that the module defines: its own globals and class attributes, below decorators."""
 
     def below(value: Any) -> Iterator[FunctionType]:
@@ -92,11 +92,11 @@ def _uses_global(code: CodeType, names: frozenset[str]) -> bool:
     return any(i.opname.endswith("_GLOBAL") and i.argval in names for i in dis.get_instructions(code))
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested(code: CodeType) -> Iterator[CodeType]:
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            yield from _nested(const)
+            yield from nested(const)
 
 
 class _Rewrite(ast.NodeTransformer):
@@ -106,7 +106,7 @@ class _Rewrite(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self._names:
             return node
-        state = ast.copy_location(ast.Constant(_PLACEHOLDER), node)
+        state = ast.copy_location(ast.Constant(PLACEHOLDER), node)
         return ast.copy_location(ast.Attribute(state, node.id, node.ctx), node)
 
     def visit_Global(self, node: ast.Global) -> ast.AST:
@@ -116,7 +116,7 @@ class _Rewrite(ast.NodeTransformer):
 
 def _lines_of(code: CodeType) -> range:
     """The lines from the first decorator to the last one that an instruction comes from."""
-    last = max(line for part in _nested(code) for _, _, line in part.co_lines() if line is not None)
+    last = max(line for part in nested(code) for _, _, line in part.co_lines() if line is not None)
     return range(code.co_firstlineno, last + 1)
 
 
@@ -154,7 +154,7 @@ def _compile(function: FunctionType, change: ast.NodeTransformer | None) -> Code
         tree = change.visit(tree)
     flags = code.co_flags & _FUTURE
     whole = compile(tree, code.co_filename, "exec", flags=flags, dont_inherit=True)  # type: ignore[call-overload]
-    for candidate in _nested(whole):
+    for candidate in nested(whole):
         if candidate.co_name == code.co_name:
             return candidate
     raise ShapeError(f"{function.__module__}.{function.__qualname__} is not in its own source")
@@ -165,7 +165,7 @@ def _bound(code: CodeType, state: object) -> CodeType:
         _bound(const, state)
         if isinstance(const, CodeType)
         else state
-        if isinstance(const, str) and const == _PLACEHOLDER
+        if isinstance(const, str) and const == PLACEHOLDER
         else const
         for const in code.co_consts
     )
@@ -184,7 +184,7 @@ def _gist(code: CodeType) -> tuple[object, ...]:
         tuple(
             _gist(const) if isinstance(const, CodeType) else repr(const)
             for const in code.co_consts
-            if not (isinstance(const, str) and const == _PLACEHOLDER)
+            if not (isinstance(const, str) and const == PLACEHOLDER)
         ),
     )
 
@@ -264,8 +264,8 @@ def isolate(
         raise ShapeError(f"{module.__name__} has no global {sorted(missing)}")
     edits: list[Edit] = []
     found: dict[str, range] = {}
-    for function in _functions(module):
-        codes = list(_nested(function.__code__))
+    for function in functions_of(module):
+        codes = list(nested(function.__code__))
         if not any(_uses_global(code, names) for code in codes):
             continue
         where = f"{module.__name__}.{function.__qualname__}"
