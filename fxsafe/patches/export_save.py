@@ -24,7 +24,7 @@ from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap
 from fxsafe.patches.base import Patch, Plan, ShapeError
 from fxsafe.shapes import own_function, shape_of
-from fxsafe.thread_globals import _Rewrite, rewritten
+from fxsafe.thread_globals import Rewrite, rewritten
 from fxsafe.traces import FX
 
 __all__ = ["PATCH"]
@@ -80,7 +80,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     if not {"copyreg", "FakeTensor"} <= shape.reads:
         raise ShapeError(f"{where} has an unknown shape: {shape}")
     frame_hider()(_Reducers.pickle, _Reducers.__contains__, _Reducers.__delitem__)
-    code = rewritten(where, function, _Rewrite(frozenset({"copyreg"})), _Copyreg())
+    code = rewritten(where, function, Rewrite(frozenset({"copyreg"})), _Copyreg())
     return Plan([CodeSwap(where, function, code)])
 
 

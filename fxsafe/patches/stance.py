@@ -30,7 +30,7 @@ from fxsafe.dynamo import frame_hider
 from fxsafe.edits import AttributeSwap, CodeSwap, Edit, copy_function
 from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
 from fxsafe.shapes import own_function, shape_of
-from fxsafe.thread_globals import _Rewrite, rewritten
+from fxsafe.thread_globals import Rewrite, rewritten
 from fxsafe.traces import FX
 
 __all__ = ["PATCH"]
@@ -218,7 +218,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
     frame_hider()(
         state.fget, state.fset, _Stances.__getattr__, _Stances.current, _Stances.set, _Stances._effective, _Own.__init__
     )
-    code = rewritten(where, function, _Rewrite(frozenset({_STANCE})), _State(stances))
+    code = rewritten(where, function, Rewrite(frozenset({_STANCE})), _State(stances))
     return Plan([*_usage_edits(kind, stances), _StandIn(eval_frame, stances), CodeSwap(where, function, code)])
 
 
