@@ -35,6 +35,18 @@ class Verdict(NamedTuple):
     doubt: bool = False
 
 
+def _release(torch_version: str) -> tuple[int, ...] | None:
+    parts = torch_version.partition("+")[0].split(".")
+    if all(part.isascii() and part.isdigit() for part in parts):
+        return tuple(map(int, parts[:2]))  # a final release: the import that follows takes longer than all else here
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(torch_version).release[:2]
+    except InvalidVersion:
+        return None
+
+
 @functools.lru_cache(maxsize=8)
 def release_doubt(torch_version: str) -> tuple[str, str] | None:
     """What is wrong with this release of torch, if anything.
@@ -46,12 +58,9 @@ def release_doubt(torch_version: str) -> tuple[str, str] | None:
         None for a supported release, else ``(status, sentence)``, where status is "unsupported" for one that is too
         old and "active" for one whose shapes have to decide.
     """
-    from packaging.version import InvalidVersion, Version
-
     supported = f"fxsafe supports torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    try:
-        release = Version(torch_version).release[:2]
-    except InvalidVersion:
+    release = _release(torch_version)
+    if release is None:
         return "active", f"torch calls itself {torch_version!r}, which is no version number; {supported}"
     if release < OLDEST:
         return "unsupported", f"torch {torch_version} is older than the oldest supported one; {supported}"

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
+from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["Shape", "ShapeError", "own_function", "require", "shape_of"]
+__all__ = ["Shape", "ShapeError", "own_function", "require", "shape_of", "uses_of_globals"]
 
-_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
-_WRITES = frozenset({"STORE_GLOBAL", "STORE_NAME"})
+# Instructions that name a global, by number: the kind of use, and by how many bits the name's index is shifted.
+_USES: dict[int, tuple[str, int]] = {}
+for _name, _use in (("LOAD", "read"), ("STORE", "write"), ("DELETE", "delete")):
+    _USES[dis.opmap[f"{_name}_NAME"]] = _USES[dis.opmap[f"{_name}_GLOBAL"]] = (_use, 0)
+if sys.version_info >= (3, 11):  # its lowest bit says whether a call follows
+    _USES[dis.opmap["LOAD_GLOBAL"]] = ("read", 1)
+_EXTENDED = dis.opmap["EXTENDED_ARG"]
 
 
 class ShapeError(Exception):
@@ -35,15 +42,25 @@ class Shape(NamedTuple):
         )
 
 
+def uses_of_globals(code: CodeType) -> Iterator[tuple[str, str]]:
+    """("read" or "write" or "delete", name) for each instruction that uses a global; many times faster than ``dis``."""
+    raw, extended = code.co_code, 0
+    for at in range(0, len(raw), 2):
+        number = raw[at]
+        if number == _EXTENDED:
+            extended = (extended | raw[at + 1]) << 8
+            continue
+        if number in _USES:
+            kind, shift = _USES[number]
+            yield kind, code.co_names[(extended | raw[at + 1]) >> shift]
+        extended = 0
+
+
 @functools.lru_cache(maxsize=64)
 def shape_of(code: CodeType) -> Shape:
     """The shape of one code object; functions nested in it are not looked into."""
-    reads, writes = set(), set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _READS:
-            reads.add(str(instruction.argval))
-        elif instruction.opname in _WRITES:
-            writes.add(str(instruction.argval))
+    uses = list(uses_of_globals(code))
+    reads, writes = ({name for how, name in uses if how == kind} for kind in ("read", "write"))
     count = code.co_argcount + code.co_kwonlyargcount
     return Shape(code.co_varnames[:count], frozenset(reads), frozenset(writes))
 

@@ -15,7 +15,6 @@ import __future__
 
 import ast
 import contextlib
-import dis
 import inspect
 import linecache
 import re
@@ -27,6 +26,7 @@ from typing import Any
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, Edit, ModuleProperties, copy_function
 from fxsafe.patches.base import ShapeError
+from fxsafe.shapes import uses_of_globals
 
 __all__ = [
     "PLACEHOLDER",
@@ -101,7 +101,7 @@ def functions_of(module: ModuleType) -> Iterator[FunctionType]:
 def uses_global(code: CodeType, names: frozenset[str]) -> bool:
     if names.isdisjoint(code.co_names):  # attributes are among these too, so this only sorts out the most
         return False
-    return any(i.opname.endswith("_GLOBAL") and i.argval in names for i in dis.get_instructions(code))
+    return any(name in names for _, name in uses_of_globals(code))
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:
