@@ -25,6 +25,9 @@ __all__ = ["main"]
 _RUN_HELP = """\
 Run a Python program with fxsafe installed before its first line, and otherwise as python would run it.
 
+Threads begin with the settings of torch (torch._dynamo.config and its like) that the thread which starts them has
+made; in plain torch 2.12 and later they begin with the defaults. Inductor's own threads still do.
+
 Options of fxsafe stand before the program; everything after it belongs to the program.
 
 Processes that the program starts afresh do not inherit fxsafe: workers of multiprocessing's "spawn" and
@@ -87,6 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         patches = None if options.patches is None else [p for p in options.patches.split(",") if p]
         # None leaves the decision to FXSAFE_STRICT.
         fxsafe.install(options.fix, patches=patches, strict=options.strict or None)
+        if not options.no_inherit:
+            from fxsafe import settings
+
+            settings.inherit()
     except FxsafeError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
@@ -139,9 +146,10 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         "run a program with fxsafe installed",
         _RUN_HELP,
-        "fxsafe run [--fix FIX] [--patches A,B] [--strict] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        "fxsafe run [--fix FIX] [--patches A,B] [--strict] [--no-inherit] (SCRIPT | -m MODULE) [ARGUMENT ...]",
     )
     run.add_argument("--patches", metavar="A,B", help="only these patches; default: all that go with the fix")
+    run.add_argument("--no-inherit", action="store_true", help="threads begin with torch's own settings")
     run.add_argument("--strict", action="store_true", help="refuse to run on a torch that a patch does not know")
     info = add("info", "show what fxsafe does to the installed torch", "Show each patch and its status on this torch.")
     doctor = add("doctor", "try the known faults on the installed torch", _DOCTOR_HELP)

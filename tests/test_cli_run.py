@@ -419,3 +419,20 @@ def test_version_names_the_package(tmp_path: Path) -> None:
     outcome = execute(["-m", "fxsafe", "--version"], tmp_path)
     assert outcome.status == 0
     assert outcome.out.startswith("fxsafe ")
+
+
+SETTING = """
+import threading
+import torch._dynamo
+torch._dynamo.config.error_on_recompile = True
+thread = threading.Thread(target=lambda: print(torch._dynamo.config.error_on_recompile))
+thread.start()
+thread.join()
+"""
+
+
+def test_threads_of_the_program_inherit_torchs_settings_unless_told_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SETTING)
+    plain = execute(["script.py"], tmp_path).out
+    assert execute(["-m", "fxsafe", "run", "script.py"], tmp_path).out == "True\n"
+    assert execute(["-m", "fxsafe", "run", "--no-inherit", "script.py"], tmp_path).out == plain
