@@ -25,6 +25,9 @@ __all__ = ["main"]
 _RUN_HELP = """\
 Run a Python program with fxsafe installed before its first line, and otherwise as python would run it.
 
+Threads begin with the settings of torch (torch._dynamo.config and its like) that the thread which starts them has
+made; in plain torch 2.12 and later they begin with the defaults. Inductor's own threads still do.
+
 Options of fxsafe stand before the program; everything after it belongs to the program.
 
 Processes that the program starts afresh do not inherit fxsafe: workers of multiprocessing's "spawn" and
@@ -91,6 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         fxsafe.install(options.fix, patches=patches, strict=options.strict or None, stall_after=options.stall_after)
         if options.record is not None:
             fxsafe.record(options.record).start()  # written when the interpreter ends, behind the last thread
+        if not options.no_inherit:
+            from fxsafe import settings
+
+            settings.inherit()
     except FxsafeError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
@@ -143,10 +150,11 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         "run a program with fxsafe installed",
         _RUN_HELP,
-        "fxsafe run [--fix FIX] [--patches A,B] [--strict] [--record FILE] [--stall-after S] "
+        "fxsafe run [--fix FIX] [--patches A,B] [--strict] [--no-inherit] [--record FILE] [--stall-after S] "
         "(SCRIPT | -m MODULE) [ARGUMENT ...]",
     )
     run.add_argument("--patches", metavar="A,B", help="only these patches; default: all that go with the fix")
+    run.add_argument("--no-inherit", action="store_true", help="threads begin with torch's own settings")
     run.add_argument("--record", metavar="FILE", help="write a timeline of the threads for Perfetto")
     run.add_argument(
         "--stall-after", type=_positive, metavar="S", help="print who waits for whom after so many seconds of waiting"

@@ -7,7 +7,6 @@ source build counts as the release it leads to; there the shapes decide, since u
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import NamedTuple
@@ -36,6 +35,18 @@ class Verdict(NamedTuple):
     doubt: bool = False
 
 
+def _release(torch_version: str) -> tuple[int, ...] | None:
+    parts = torch_version.partition("+")[0].split(".")
+    if all(part.isascii() and part.isdigit() for part in parts):
+        return tuple(map(int, parts[:2]))  # a final release: the import that follows takes longer than all else here
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(torch_version).release[:2]
+    except InvalidVersion:
+        return None
+
+
 @functools.lru_cache(maxsize=8)
 def release_doubt(torch_version: str) -> tuple[str, str] | None:
     """What is wrong with this release of torch, if anything.
@@ -48,16 +59,9 @@ def release_doubt(torch_version: str) -> tuple[str, str] | None:
         old and "active" for one whose shapes have to decide.
     """
     supported = f"fxsafe supports torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    final = re.match(r"(\d+)\.(\d+)\.\d+(?:\+[a-z0-9.]+)?$", torch_version)
-    if final is not None:  # the import of packaging takes a tenth of what install() may take
-        release: tuple[int, ...] = (int(final[1]), int(final[2]))
-    else:
-        from packaging.version import InvalidVersion, Version
-
-        try:
-            release = Version(torch_version).release[:2]
-        except InvalidVersion:
-            return "active", f"torch calls itself {torch_version!r}, which is no version number; {supported}"
+    release = _release(torch_version)
+    if release is None:
+        return "active", f"torch calls itself {torch_version!r}, which is no version number; {supported}"
     if release < OLDEST:
         return "unsupported", f"torch {torch_version} is older than the oldest supported one; {supported}"
     if release > NEWEST:

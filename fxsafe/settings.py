@@ -29,7 +29,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["Everywhere", "carried", "everywhere", "inherited"]
+__all__ = ["Everywhere", "carried", "everywhere", "inherit", "inherited"]
 
 _CONFIG_MODULE = "torch.utils._config_module"
 # Per-thread caches of what a configuration holds (2.13 and later); a change for all threads makes them all stale.
@@ -238,6 +238,56 @@ def _forget_caches() -> None:
                 vars(module)["_is_dirty"] = True
 
 
+def _starter_is_inductor() -> bool:
+    """Whether the code that starts a thread, the standard library's aside, is Inductor's: its pools outlive a compile,
+    and must not keep what was set for the length of one."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != "threading" and not name.startswith("concurrent.futures"):
+            return bool(name.startswith("torch._inductor"))
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def inherit() -> Callable[[], None]:
+    """From now on a new thread begins with the settings of the thread that starts it; returns what ends that.
+
+    Threads of a program that has set nothing are started as ever, and so are the threads of Inductor's pools.
+    """
+    start = vars(threading.Thread)["start"]
+
+    @wraps(start)
+    def start_with_settings(self: threading.Thread) -> None:
+        if _own_settings() and not _starter_is_inductor():
+            # As an attribute of the instance, where the thread finds it before the class's; ``run`` may be anybody's.
+            self.run = _once(self, carried(self.run))  # type: ignore[method-assign]
+        start(self)
+
+    def end() -> None:
+        with _lock:
+            if vars(threading.Thread)["start"] is start_with_settings:
+                threading.Thread.start = start  # type: ignore[method-assign]
+
+    with _lock:
+        threading.Thread.start = start_with_settings  # type: ignore[method-assign]
+    return end
+
+
+def _once(thread: threading.Thread, run: Callable[[], None]) -> Callable[[], None]:
+    """``run``, after the thread has its own attributes again."""
+    own = vars(thread).get("run")
+
+    def run_once() -> None:
+        if own is None:
+            vars(thread).pop("run", None)
+        else:
+            vars(thread)["run"] = own
+        run()
+
+    return run_once
+
+
 @contextmanager
 def inherited() -> Iterator[None]:
     """Threads started while the block runs begin with the settings of the thread that starts them.
@@ -245,19 +295,8 @@ def inherited() -> Iterator[None]:
     Executors start their threads when work is submitted: they inherit from the thread that submits it. Autograd's
     device threads are not started by Python; use ``everywhere`` for them.
     """
-    start = vars(threading.Thread)["start"]
-
-    @wraps(start)
-    def start_with_settings(self: threading.Thread) -> None:
-        # As an attribute of the instance, where the thread finds it before the class's; ``run`` may be anybody's.
-        self.run = carried(self.run)  # type: ignore[method-assign]
-        start(self)
-
-    with _lock:
-        threading.Thread.start = start_with_settings  # type: ignore[method-assign]
+    end = inherit()
     try:
         yield
     finally:
-        with _lock:
-            if vars(threading.Thread)["start"] is start_with_settings:
-                threading.Thread.start = start  # type: ignore[method-assign]
+        end()

@@ -9,16 +9,19 @@ from __future__ import annotations
 import dis
 import functools
 import sys
+from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["Shape", "ShapeError", "global_names", "own_function", "require", "shape_of"]
+__all__ = ["Shape", "ShapeError", "own_function", "require", "shape_of", "uses_of_globals"]
 
-_LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
-_READS = frozenset({_LOAD_GLOBAL, dis.opmap["LOAD_NAME"]})
-_WRITES = frozenset({dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_NAME"]})
-# Since Python 3.11 the lowest bit of LOAD_GLOBAL's argument says whether a NULL is pushed.
-_LOAD_GLOBAL_SHIFT = int(sys.version_info >= (3, 11))
+# Instructions that name a global, by number: the kind of use, and by how many bits the name's index is shifted.
+_USES: dict[int, tuple[str, int]] = {}
+for _name, _use in (("LOAD", "read"), ("STORE", "write"), ("DELETE", "delete")):
+    _USES[dis.opmap[f"{_name}_NAME"]] = _USES[dis.opmap[f"{_name}_GLOBAL"]] = (_use, 0)
+if sys.version_info >= (3, 11):  # its lowest bit says whether a call follows
+    _USES[dis.opmap["LOAD_GLOBAL"]] = ("read", 1)
+_EXTENDED = dis.opmap["EXTENDED_ARG"]
 
 
 class ShapeError(Exception):
@@ -39,25 +42,27 @@ class Shape(NamedTuple):
         )
 
 
-def global_names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The globals that one code object reads, and those that it writes; ``dis`` would take ten times as long."""
-    reads, writes = set(), set()
-    extended = 0
-    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        argument = extended | low
-        extended = argument << 8 if operation == dis.EXTENDED_ARG else 0
-        if operation in _READS:
-            reads.add(code.co_names[argument >> _LOAD_GLOBAL_SHIFT if operation == _LOAD_GLOBAL else argument])
-        elif operation in _WRITES:
-            writes.add(code.co_names[argument])
-    return frozenset(reads), frozenset(writes)
+def uses_of_globals(code: CodeType) -> Iterator[tuple[str, str]]:
+    """("read" or "write" or "delete", name) for each instruction that uses a global; many times faster than ``dis``."""
+    raw, extended = code.co_code, 0
+    for at in range(0, len(raw), 2):
+        number = raw[at]
+        if number == _EXTENDED:
+            extended = (extended | raw[at + 1]) << 8
+            continue
+        if number in _USES:
+            kind, shift = _USES[number]
+            yield kind, code.co_names[(extended | raw[at + 1]) >> shift]
+        extended = 0
 
 
 @functools.lru_cache(maxsize=64)
 def shape_of(code: CodeType) -> Shape:
     """The shape of one code object; functions nested in it are not looked into."""
+    uses = list(uses_of_globals(code))
+    reads, writes = ({name for how, name in uses if how == kind} for kind in ("read", "write"))
     count = code.co_argcount + code.co_kwonlyargcount
-    return Shape(code.co_varnames[:count], *global_names(code))
+    return Shape(code.co_varnames[:count], frozenset(reads), frozenset(writes))
 
 
 def _named(found: Any) -> str:

@@ -26,11 +26,23 @@ from typing import Any
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, Edit, ModuleProperties, copy_function
 from fxsafe.patches.base import ShapeError
-from fxsafe.shapes import global_names
+from fxsafe.shapes import uses_of_globals
 
-__all__ = ["Inline", "ThreadGlobals", "isolate", "rewritten"]
+__all__ = [
+    "PLACEHOLDER",
+    "Inline",
+    "Rewrite",
+    "ThreadGlobals",
+    "functions_of",
+    "isolate",
+    "lines_of",
+    "nested",
+    "require_complete",
+    "rewritten",
+    "uses_global",
+]
 
-_PLACEHOLDER = "<fxsafe state>"
+PLACEHOLDER = "<fxsafe state>"
 _CLOSING_LINES = 20
 _FUTURE = 0
 for _feature in __future__.all_feature_names:
@@ -60,7 +72,7 @@ def _property_of(state: object, name: str) -> property:
     return property(read, write)
 
 
-def _functions(module: ModuleType) -> Iterator[FunctionType]:
+def functions_of(module: ModuleType) -> Iterator[FunctionType]:
     """The functions that the module defines: its own globals and class attributes, below decorators."""
 
     def below(value: Any) -> Iterator[FunctionType]:
@@ -86,27 +98,27 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
                     yield function
 
 
-def _uses_global(code: CodeType, names: frozenset[str]) -> bool:
+def uses_global(code: CodeType, names: frozenset[str]) -> bool:
     if names.isdisjoint(code.co_names):  # attributes are among these too, so this only sorts out the most
         return False
-    return not all(names.isdisjoint(used) for used in global_names(code))
+    return any(name in names for _, name in uses_of_globals(code))
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested(code: CodeType) -> Iterator[CodeType]:
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            yield from _nested(const)
+            yield from nested(const)
 
 
-class _Rewrite(ast.NodeTransformer):
+class Rewrite(ast.NodeTransformer):
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self._names:
             return node
-        state = ast.copy_location(ast.Constant(_PLACEHOLDER), node)
+        state = ast.copy_location(ast.Constant(PLACEHOLDER), node)
         return ast.copy_location(ast.Attribute(state, node.id, node.ctx), node)
 
     def visit_Global(self, node: ast.Global) -> ast.AST:
@@ -114,9 +126,9 @@ class _Rewrite(ast.NodeTransformer):
         return ast.copy_location(ast.Global(kept) if kept else ast.Pass(), node)
 
 
-def _lines_of(code: CodeType) -> range:
+def lines_of(code: CodeType) -> range:
     """The lines from the first decorator to the last one that an instruction comes from."""
-    last = max(line for part in _nested(code) for _, _, line in part.co_lines() if line is not None)
+    last = max(line for part in nested(code) for _, _, line in part.co_lines() if line is not None)
     return range(code.co_firstlineno, last + 1)
 
 
@@ -129,7 +141,7 @@ def _parse(function: FunctionType) -> ast.AST:
     """
     code = function.__code__
     lines = linecache.getlines(code.co_filename, function.__globals__)
-    span = _lines_of(code)
+    span = lines_of(code)
     if len(lines) < span[-1]:
         raise OSError(f"{code.co_filename} has no line {span[-1]}")
     indented = lines[span[0] - 1][:1].isspace()
@@ -154,7 +166,7 @@ def _compile(function: FunctionType, change: ast.NodeTransformer | None) -> Code
         tree = change.visit(tree)
     flags = code.co_flags & _FUTURE
     whole = compile(tree, code.co_filename, "exec", flags=flags, dont_inherit=True)  # type: ignore[call-overload]
-    for candidate in _nested(whole):
+    for candidate in nested(whole):
         if candidate.co_name == code.co_name:
             return candidate
     raise ShapeError(f"{function.__module__}.{function.__qualname__} is not in its own source")
@@ -165,7 +177,7 @@ def _bound(code: CodeType, state: object) -> CodeType:
         _bound(const, state)
         if isinstance(const, CodeType)
         else state
-        if isinstance(const, str) and const == _PLACEHOLDER
+        if isinstance(const, str) and const == PLACEHOLDER
         else const
         for const in code.co_consts
     )
@@ -173,7 +185,7 @@ def _bound(code: CodeType, state: object) -> CodeType:
 
 
 def _gist(code: CodeType) -> tuple[object, ...]:
-    """What identifies a body, whether or not its globals are ``_Rewrite``-n: an attribute's name stands where the
+    """What identifies a body, whether or not its globals are ``Rewrite``-n: an attribute's name stands where the
     global's did. Not its instructions: how a method is called depends on the imports around it.
     """
     return (
@@ -184,7 +196,7 @@ def _gist(code: CodeType) -> tuple[object, ...]:
         tuple(
             _gist(const) if isinstance(const, CodeType) else repr(const)
             for const in code.co_consts
-            if not (isinstance(const, str) and const == _PLACEHOLDER)
+            if not (isinstance(const, str) and const == PLACEHOLDER)
         ),
     )
 
@@ -202,7 +214,7 @@ def rewritten(where: str, function: FunctionType, change: ast.NodeTransformer, s
     try:
         changed = _compile(function, change)
         # A change of names alone shows in the result whether the source was that of the body.
-        plain = changed if isinstance(change, _Rewrite) else _compile(function, None)
+        plain = changed if isinstance(change, Rewrite) else _compile(function, None)
     except (OSError, SyntaxError, IndexError) as error:
         raise ShapeError(f"the source of {where} cannot be read ({error})") from None
     if _gist(plain) != _gist(function.__code__):
@@ -264,23 +276,23 @@ def isolate(
         raise ShapeError(f"{module.__name__} has no global {sorted(missing)}")
     edits: list[Edit] = []
     found: dict[str, range] = {}
-    for function in _functions(module):
-        codes = list(_nested(function.__code__))
-        if not any(_uses_global(code, names) for code in codes):
+    for function in functions_of(module):
+        codes = list(nested(function.__code__))
+        if not any(uses_global(code, names) for code in codes):
             continue
         where = f"{module.__name__}.{function.__qualname__}"
         shadowed = names & {name for c in codes for name in (*c.co_varnames, *c.co_cellvars, *c.co_freevars)}
         if shadowed:
             raise ShapeError(f"{where} has local variables {sorted(shadowed)}")
-        edits.append(CodeSwap(where, function, rewritten(where, function, _Rewrite(names), state)))
+        edits.append(CodeSwap(where, function, rewritten(where, function, Rewrite(names), state)))
         if function.__name__ not in known_to_dynamo:
             seen = vars(module).get(function.__name__)
             manager = inspect.isgeneratorfunction(function) and getattr(seen, "__wrapped__", None) is function
             edits.append(Inline(where, function, seen if manager else None))
-        found[function.__qualname__] = _lines_of(function.__code__)
+        found[function.__qualname__] = lines_of(function.__code__)
     if not users <= found.keys():
         raise ShapeError(f"{module.__name__}: {sorted(users - found.keys())} no longer use {sorted(names)}")
-    _require_complete(module, names, found)
+    require_complete(module, names, found)
     if by_attribute:
         edits.append(ModuleProperties(module.__name__, module, {name: _property_of(state, name) for name in names}))
     edits.append(_Inherit(module, state, names))
@@ -318,7 +330,7 @@ class _Inherit:
         return True
 
 
-def _require_complete(module: ModuleType, names: frozenset[str], found: Mapping[str, range]) -> None:
+def require_complete(module: ModuleType, names: frozenset[str], found: Mapping[str, range]) -> None:
     """Every ``global`` statement for one of the names must be in a function that was found.
 
     Raises:

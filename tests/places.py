@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
+import math
+import threading
 
 import torch
+import torch._dynamo
 import torch.fx._symbolic_trace as st
 from torch import nn
 
@@ -21,6 +25,16 @@ _PLACES = {
     "CURRENT_PATCHER": lambda: vars(st).get("CURRENT_PATCHER"),
     "Module.__call__": lambda: vars(nn.Module)["__call__"],
     "Module.__getattr__": lambda: vars(nn.Module)["__getattr__"],
+    "max": lambda: builtins.max,
+    "min": lambda: builtins.min,
+    "math.pow": lambda: math.pow,
+    "torch.cuda.set_rng_state": lambda: torch.cuda.set_rng_state,
+    "type(torch.compiler)": lambda: type(torch.compiler),
+    "_is_compiling_flag": lambda: vars(torch.compiler)["_is_compiling_flag"],
+    "is_compiling.__code__": lambda: torch.compiler.is_compiling.__code__,
+    "reset.__code__": lambda: torch._dynamo.reset.__code__,
+    "compile_lock": lambda: torch._dynamo.convert_frame.compile_lock,
+    "Thread.start": lambda: threading.Thread.start,
 }
 _BEFORE = {name: read() for name, read in _PLACES.items()}
 

@@ -442,3 +442,20 @@ def test_run_records_a_program_to_its_last_thread(tmp_path: Path) -> None:
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["tid"] == thread] == ["late"]
     missing = execute(["-m", "fxsafe", "run", "--record", "no/race.json", "program.py"], tmp_path)
     assert (missing.status, missing.err.count("\n")) == (2, 1)
+
+
+SETTING = """
+import threading
+import torch._dynamo
+torch._dynamo.config.error_on_recompile = True
+thread = threading.Thread(target=lambda: print(torch._dynamo.config.error_on_recompile))
+thread.start()
+thread.join()
+"""
+
+
+def test_threads_of_the_program_inherit_torchs_settings_unless_told_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SETTING)
+    plain = execute(["script.py"], tmp_path).out
+    assert execute(["-m", "fxsafe", "run", "script.py"], tmp_path).out == "True\n"
+    assert execute(["-m", "fxsafe", "run", "--no-inherit", "script.py"], tmp_path).out == plain

@@ -12,10 +12,10 @@ import torch.fx._symbolic_trace as st
 from fxsafe.gate import ask, release_doubt
 from fxsafe.patches import CATALOGUE
 from fxsafe.patches.base import NotNeeded, Patch, Plan
-from fxsafe.shapes import Shape, ShapeError, global_names, own_function, require, shape_of
+from fxsafe.shapes import Shape, ShapeError, own_function, require, shape_of, uses_of_globals
 from fxsafe.traces import FX
 
-NAMES = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME"}
+NAMES = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME", "DELETE_GLOBAL", "DELETE_NAME"}
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_the_globals_of_a_code_object_are_those_that_dis_finds():
     codes = [code for name, source in sources.items() for code in nested(compile(source, name, "exec"))]
     for code in codes:
         found = {(i.opname.partition("_")[0], i.argval) for i in dis.get_instructions(code) if i.opname in NAMES}
-        reads, writes = global_names(code)
-        assert found == {("LOAD", name) for name in reads} | {("STORE", name) for name in writes}
+        words = {"read": "LOAD", "write": "STORE", "delete": "DELETE"}
+        assert found == {(words[how], name) for how, name in uses_of_globals(code)}
 
 
 def test_a_function_below_a_well_behaved_wrapper_is_found_and_a_replacement_is_named(monkeypatch):

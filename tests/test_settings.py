@@ -178,3 +178,43 @@ def test_threads_inherit_inside_the_block_only() -> None:
     finally:
         assign(DEFAULT)
     assert threading.Thread.start is start
+
+
+def test_a_thread_that_inherits_is_as_it_was_once_it_runs() -> None:
+    class Mine(threading.Thread):
+        def run(self) -> None:
+            seen.append((here(), "run" in vars(self)))
+
+    seen: list[Any] = []
+
+    def work() -> None:
+        with settings.inherited():
+            plain = Mine()
+            plain.start()
+            plain.join()
+            assign(21)
+            told = Mine()
+            told.start()
+            told.join()
+            assert told.run.__func__ is Mine.run
+
+    try:
+        Task(work).result()
+    finally:
+        assign(DEFAULT)
+    assert seen == [(DEFAULT, False), (21, False)]
+
+
+@pytest.mark.skipif(not PER_THREAD, reason="settings are process-wide before torch 2.12")
+def test_inductors_own_threads_begin_with_the_defaults() -> None:
+    def work() -> Any:
+        assign(21)
+        from_inductor: dict[str, Any] = {"__name__": "torch._inductor.async_compile", "Thread": threading.Thread}
+        exec("def starts(call):\n    t = Thread(target=call)\n    t.start()\n    t.join()", from_inductor)
+        seen: list[Any] = []
+        with settings.inherited():
+            from_inductor["starts"](lambda: seen.append(here()))
+            seen.append(there())
+        return seen
+
+    assert Task(work).result() == [DEFAULT, 21]

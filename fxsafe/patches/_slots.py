@@ -21,7 +21,6 @@ import builtins
 import sys
 import threading
 from _thread import get_ident
-from collections.abc import Callable
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
@@ -158,7 +157,6 @@ class Places:
         # Closed slots of places that live as long as the process. Their dispatchers come back, so that compiled code
         # in other threads, which guards on what it finds in a place, meets two objects there and not ever new ones.
         self._closed: dict[tuple[int, str], _Slot] = {}
-        self._followers: dict[tuple[int, str], Callable[[Any], None]] = {}
         self._makers: tuple[Any, ...] = (_any_call, _getattr_call)
         self._templates: tuple[FunctionType, ...] = tuple(make(None, None, None) for make in self._makers)
 
@@ -229,26 +227,11 @@ class Places:
             slots = [slot for stack in self._slots.values() for slot in stack]
         return [slot.dispatcher for slot in slots if original_of(slot.fallback) is original]
 
-    def follow(self, owner: Any, name: str, tell: Callable[[Any], None]) -> None:
-        """Call ``tell``, under the lock, with what the place holds: now and whenever we change it."""
-        with self.lock:
-            self._followers[id(owner), name] = tell
-            tell(_held(owner)[name])
-
-    def unfollow(self, owner: Any, name: str, tell: Callable[[Any], None]) -> None:
-        with self.lock:
-            if self._followers.get((id(owner), name)) is tell:
-                del self._followers[id(owner), name]
-
     def _write(self, owner: Any, name: str, value: Any) -> None:
         if type(owner) is dict and value is not MISSING:
             owner[name] = value
             return
         _store(owner, name, value)
-        if self._followers:
-            tell = self._followers.get((id(owner), name))
-            if tell is not None:
-                tell(value)
 
     # Changes.
 

@@ -1,76 +1,105 @@
-"""F2 beside Dynamo: a compile in one thread takes modules for unpatched while another thread traces.
+"""F2 beside Dynamo: a compile in one thread takes modules for patched while another thread traces.
 
 The race: Dynamo keeps ``nn.Module.__call__`` and ``__getattr__`` as it saw them at its import, and asks of every module
 whether it still has these very objects. While another thread traces, ``module_hooks`` has dispatchers there; Dynamo
 would go through the bodies of the originals instead of its short cuts, and the same operations would come out with
-other names and in another order of inputs.
+other names (a strict export's ``p_lin_weight`` as ``p___dict_____modules______lin_weight``) and in another order of
+inputs.
 
 Upstream: pytorch#112775. Releases: 2.5 to 2.15.
 
-Why this place is enough: all of Dynamo's comparisons are with the module globals ``unpatched_nn_module_call`` and
-``unpatched_nn_module_getattr`` of four of its modules. They follow what stands in the place. The two are not written in
-one step: a comparison in between takes the long way, which is correct too.
+Why this place is enough: each function of Dynamo's that compares with one of the two gets its own body again with the
+comparison made by ``_Comparison``, which takes both sides for what the calling thread would see alone. What stands in
+the place when each side is read does not matter then: a trace may begin or end between the two.
 
 This file can be deleted together with ``module_hooks``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import ModuleType
+import ast
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
-from fxsafe.patches._slots import original_of, places
+from fxsafe.dynamo import frame_hider
+from fxsafe.edits import CodeSwap, Edit
+from fxsafe.patches._slots import places
 from fxsafe.patches.base import Patch, Plan, ShapeError
+from fxsafe.thread_globals import PLACEHOLDER, functions_of, nested, rewritten
 
 __all__ = ["PATCH"]
 
 _UTILS = "torch._dynamo.utils"
 _NAMES = {"unpatched_nn_module_call": "__call__", "unpatched_nn_module_getattr": "__getattr__"}
-_MODULES = (_UTILS, "torch._dynamo.guards", "torch._dynamo.variables.nn_module", "torch._dynamo.variables.user_defined")
+_MODULES = (
+    _UTILS,
+    "torch._dynamo.guards",
+    "torch._dynamo.convert_frame",
+    "torch._dynamo.variables.nn_module",
+    "torch._dynamo.variables.user_defined",
+)
 
 
-class _Follow:
-    """Keeps one global of several modules the same object as an attribute of ``nn.Module``."""
+class _Comparison:
+    @staticmethod
+    def same(left: Any, right: Any) -> bool:
+        return places.seen_value(left) is places.seen_value(right)
 
-    def __init__(self, name: str, owner: type, attribute: str, original: Any, holders: list[ModuleType]) -> None:
-        self.target = f"{_UTILS}.{name}"
-        self._name = name
-        self._place = (owner, attribute)
-        self._original = original
-        self._holders = holders
 
-    def _set(self, value: Any) -> None:
-        if original_of(value) is not self._original:  # somebody else's patch, which is not to be taken for unpatched
-            value = self._original
-        for holder in self._holders:
-            vars(holder)[self._name] = value
+def _is_hook(node: ast.expr) -> bool:
+    """``unpatched_nn_module_call`` and the like, or ``torch.nn.Module.__call__`` and the like."""
+    if isinstance(node, ast.Name):
+        return node.id in _NAMES
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in _NAMES.values()
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "Module"
+    )
 
-    def apply(self) -> None:
-        places.follow(*self._place, self._set)
 
-    def undo(self) -> bool:
-        places.unfollow(*self._place, self._set)
-        self._set(self._original)
-        return True
+class _Compare(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self.changed = 0
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        sides = [node.left, *node.comparators]
+        if len(sides) != 2 or not isinstance(node.ops[0], (ast.Is, ast.Eq)) or not any(map(_is_hook, sides)):
+            return node
+        self.changed += 1
+        same = ast.Attribute(ast.Constant(PLACEHOLDER), "same", ast.Load())
+        return ast.fix_missing_locations(ast.copy_location(ast.Call(same, sides, []), node))
+
+
+def _may_compare(function: FunctionType) -> bool:
+    for code in nested(function.__code__):
+        names = set(code.co_names)
+        if not names.isdisjoint(_NAMES) or ("Module" in names and not names.isdisjoint(_NAMES.values())):
+            return True
+    return False
+
+
+def _edits(module: ModuleType) -> Iterator[Edit]:
+    for function in functions_of(module):
+        if _may_compare(function):
+            where = f"{module.__name__}.{function.__qualname__}"
+            change = _Compare()
+            code = rewritten(where, function, change, _Comparison)
+            if change.changed:
+                yield CodeSwap(where, function, code)
 
 
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
-    owner: Any = vars(modules["torch.nn"]).get("Module")
-    edits = []
-    for name, attribute in _NAMES.items():
-        holders = [modules[module] for module in _MODULES if name in vars(modules[module])]
-        if not holders:
-            continue  # 2.5 compares __getattr__ only
-        original = vars(holders[0])[name]
-        if any(vars(holder)[name] is not original for holder in holders):
-            raise ShapeError(f"{name} is not the same object in all of Dynamo's modules")
-        if attribute not in vars(owner):
-            raise ShapeError(f"torch.nn.Module.{attribute} does not exist")
-        edits.append(_Follow(name, owner, attribute, original, holders))
-    if not edits:
+    utils = modules[_UTILS]
+    if not any(name in vars(utils) for name in _NAMES):
         raise ShapeError(f"{_UTILS} has neither of {sorted(_NAMES)}")
-    return Plan(list(edits))
+    edits = [edit for name in _MODULES for edit in _edits(modules[name])]
+    if not any(edit.target.startswith(f"{_UTILS}.") for edit in edits):
+        raise ShapeError(f"{_UTILS} compares with no __getattr__ of torch.nn.Module")
+    frame_hider()(_Comparison.same, type(places).seen_value)
+    return Plan(edits)
 
 
 PATCH = Patch(

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from fxsafe.doctor.faults._kit import WAIT, Task, cannot, finish
 
@@ -21,6 +22,7 @@ def counting(module: Any, example_inputs: Any) -> Any:
 
 
 def compiles_here() -> bool:
+    torch._dynamo.reset()  # or the second question would find what the first has compiled
     before = compiles
     torch.compile(lambda x: x + 1, backend=counting)(torch.ones(2))
     return compiles > before

@@ -1,0 +1,137 @@
+"""F4, compiling flags: "this thread compiles" and "this thread exports" are said of the thread that does.
+
+The race: ``torch.compiler.is_compiling()``, ``is_exporting()`` and the flag of non-strict tracing are module globals
+that every export saves, sets and restores, and since 2.13 every compile too. Library code in other threads takes its
+tracing branch meanwhile, and two exports that overlap leave the flags set for ever.
+
+Upstream: none known. Releases: 2.5 to 2.15.
+
+Why this place is enough: the functions of ``torch.compiler`` change in place, so from-imports and Dynamo's rules, which
+are keyed by them, follow; everybody else goes through the module's attributes. Autograd stays in the calling thread
+while a thread compiles or traces with ``make_fx`` (the patches ``compile-lock`` and ``make-fx``), so no thread of
+autograd's has to know.
+
+With torch 2.9 to 2.13 a compiled call is refused if somebody traces *and nobody compiles or exports*. Where the tracing
+flag is still process-wide (the patch ``tracing-flag`` is disabled) that question goes on asking for anybody: the flag
+that a compile in another thread sets would otherwise refuse calls that plain torch lets through.
+
+Compiled code that has used an answer of ``is_compiling`` guards on the function's code (since 2.6): what was compiled
+before the patch came is compiled once more.
+
+This file can be deleted when the oldest supported torch keeps these flags per thread.
+"""
+
+from __future__ import annotations
+
+from _thread import get_ident
+from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+from fxsafe.dynamo import frame_hider
+from fxsafe.edits import CodeWrap, Edit
+from fxsafe.patches.base import Patch, Plan
+from fxsafe.shapes import ShapeError, own_function
+from fxsafe.thread_globals import ThreadGlobals, isolate
+from fxsafe.traces import FX
+
+__all__ = ["PATCH"]
+
+COMPILER = "torch.compiler"
+_COMPILING = "_is_compiling_flag"
+_SINCE: dict[str, str] = {
+    "_is_exporting_flag": "is_exporting",  # 2.7
+    "_is_non_strict_tracing_flag": "_is_non_strict_tracing",  # 2.12
+}
+_KNOWN_TO_DYNAMO = frozenset({"is_compiling", "is_exporting"})
+_TRACING = "_is_fx_tracing_flag"
+_GUARD = "is_fx_symbolic_tracing"
+
+
+# Threads that compile or export. One that dies with its flag set stays among them until its ident is used again.
+_compiling: set[int] = set()
+
+
+class _Flags(ThreadGlobals):
+    def __init__(self, others: frozenset[str]) -> None:
+        super().__init__(dict.fromkeys(others, bool))
+        self._compiling: Any = False
+
+    @property
+    def _is_compiling_flag(self) -> Any:
+        return self._compiling
+
+    @_is_compiling_flag.setter
+    def _is_compiling_flag(self, value: Any) -> None:
+        if value:
+            _compiling.add(get_ident())
+        else:
+            _compiling.discard(get_ident())
+        self._compiling = value
+
+
+def _guard_template() -> Any:
+    replacement: Any = "<replacement>"
+    return replacement()
+
+
+class _Guard(CodeWrap):
+    """Lets the question of the compiled call ask for anybody, if it asks for anybody's tracing flag."""
+
+    def __init__(self, fx: ModuleType, function: FunctionType) -> None:
+        def wrap(original: FunctionType) -> Callable[..., Any]:
+            def traces_and_nobody_compiles() -> Any:
+                return original() and not _compiling
+
+            frame_hider()(traces_and_nobody_compiles)
+            return traces_and_nobody_compiles
+
+        super().__init__(f"{FX}.{_GUARD}", function, _guard_template, wrap)  # type: ignore[arg-type]
+        self._fx = fx
+
+    def apply(self) -> None:
+        if not isinstance(getattr(type(self._fx), _TRACING, None), property):
+            super().apply()
+
+    def undo(self) -> bool:
+        return self._code is None or super().undo()
+
+
+def _plan(modules: Mapping[str, ModuleType]) -> Plan:
+    compiler, fx = modules[COMPILER], modules[FX]
+    present = {name: user for name, user in _SINCE.items() if name in vars(compiler)}
+    names = frozenset({_COMPILING, *present})
+    flag = vars(_Flags)[_COMPILING]
+    frame_hider()(_Flags.__init__, ThreadGlobals.__init__, flag.fget, flag.fset)
+    edits: list[Edit] = []
+    if _TRACING in vars(fx) and _GUARD in vars(fx):
+        function = own_function(fx, _GUARD)
+        try:
+            edits.append(_Guard(fx, function))
+        except ValueError as error:
+            raise ShapeError(str(error)) from None
+    edits += isolate(
+        compiler,
+        _Flags(names - {_COMPILING}),
+        names,
+        frozenset({"is_compiling", *present.values()}),
+        known_to_dynamo=_KNOWN_TO_DYNAMO,
+    )
+    return Plan(edits)
+
+
+def _after_fork_in_child() -> None:
+    _compiling.intersection_update({get_ident()})
+
+
+PATCH = Patch(
+    name="compiling-flags",
+    summary="is_compiling() and is_exporting() are True only in the thread that compiles or exports",
+    upstream=("https://github.com/pytorch/pytorch/issues/126024",),
+    modules=("torch", COMPILER, FX),
+    plan=_plan,
+    # With the other fix a traced torch.export.unflatten, which asks the process-wide tracing flag, would go wrong.
+    fixes=frozenset({"thread-local"}),
+    faults=("is_compiling_leaks",),
+    after_fork_in_child=_after_fork_in_child,
+)

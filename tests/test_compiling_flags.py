@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.fx._symbolic_trace as st
+from locks_support import applied
+from support import FLAG_IS_GLOBAL, SOON_S, Task, trace_elsewhere
+from torch import nn
+
+COMPILES_ARE_SESSIONS = hasattr(torch.compiler, "_compile_session_context")
+NAMES = [
+    n for n in ("_is_compiling_flag", "_is_exporting_flag", "_is_non_strict_tracing_flag") if hasattr(torch.compiler, n)
+]
+OURS = ("tracing-flag", "compiling-flags") if FLAG_IS_GLOBAL else ("compiling-flags",)
+X = torch.ones(2)
+
+
+def answers() -> list[bool]:
+    names = ("is_compiling", "is_exporting", "_is_non_strict_tracing")
+    return [bool(getattr(torch.compiler, name)()) for name in names if hasattr(torch.compiler, name)]
+
+
+class Held(nn.Module):
+    """Keeps a compile or an export going, and what it was told meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Not as attributes: export watches those of the module.
+        inside, leave, seen = threading.Event(), threading.Event(), []
+        self.of = lambda: (inside, leave, seen)
+
+    inside = property(lambda self: self.of()[0])
+    leave = property(lambda self: self.of()[1])
+    seen = property(lambda self: self.of()[2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(answers())
+        self.inside.set()
+        assert self.leave.wait(SOON_S)
+        return x + 1
+
+
+@contextlib.contextmanager
+def elsewhere(call: Any, held: Held) -> Iterator[Task]:
+    def run() -> Any:
+        try:
+            return call(held)
+        finally:
+            held.inside.set()
+
+    task = Task(run)
+    assert held.inside.wait(SOON_S)
+    try:
+        assert held.seen, task.result()
+        yield task
+    finally:
+        held.leave.set()
+        task.result()
+
+
+def export(held: Held) -> Any:
+    return torch.export.export(held, (X,), strict=False)
+
+
+def compile_(held: Held) -> Any:
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        held.forward(X)  # not by a call of the module, which a trace elsewhere would break
+        return graph.forward
+
+    return torch.compile(lambda x: x + 1, backend=backend)(X)
+
+
+@pytest.mark.parametrize("call", [export, compile_])
+def test_plain_torch_says_it_in_every_thread(call: Any) -> None:
+    with elsewhere(call, Held()):
+        assert torch.compiler.is_compiling() is (call is export or COMPILES_ARE_SESSIONS)
+
+
+@pytest.mark.parametrize("call", [export, compile_])
+def test_only_the_thread_that_compiles_or_exports_says_so(call: Any) -> None:
+    plain, held = Held(), Held()
+    with elsewhere(call, plain):
+        pass
+    with applied(*OURS):
+        with elsewhere(call, held):
+            assert not any(answers())
+        assert held.seen == plain.seen
+    assert not any(answers())
+
+
+def overlap() -> list[bool]:
+    first, second = Held(), Held()
+    with contextlib.ExitStack() as one:
+        one.enter_context(flags_set_elsewhere(first))
+        with flags_set_elsewhere(second):
+            one.close()
+    return [getattr(torch.compiler, name) for name in NAMES]
+
+
+@contextlib.contextmanager
+def flags_set_elsewhere(held: Held) -> Iterator[None]:
+    def save_set_restore(held: Held) -> None:
+        old = [getattr(torch.compiler, name) for name in NAMES]
+        for name in NAMES:
+            setattr(torch.compiler, name, True)
+        held(X)
+        for name, value in zip(NAMES, old, strict=True):
+            setattr(torch.compiler, name, value)
+
+    with elsewhere(save_set_restore, held):
+        yield
+
+
+def test_overlapping_exports_leave_no_flag_set() -> None:
+    try:
+        assert all(overlap()), "the canary"
+    finally:
+        for name in NAMES:
+            setattr(torch.compiler, name, False)
+    with applied(*OURS):
+        assert not any(overlap())
+    assert not any(vars(torch.compiler)[name] for name in NAMES)
+
+
+def test_an_exception_in_an_export_leaves_no_flag_set() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert torch.compiler.is_compiling()
+            raise ArithmeticError
+
+    with applied(*OURS):
+        with pytest.raises(ArithmeticError):
+            torch.export.export(Fails(), (X,), strict=False)
+        assert not any(answers())
+
+
+def test_the_installing_thread_goes_on_with_the_value_it_sees() -> None:
+    torch.compiler._is_compiling_flag = True
+    try:
+        with applied("compiling-flags"):
+            assert torch.compiler.is_compiling()
+            assert Task(torch.compiler.is_compiling).result() is False
+            torch.compiler._is_compiling_flag = False
+            assert not torch.compiler.is_compiling()
+    finally:
+        torch.compiler._is_compiling_flag = False
+
+
+def test_compiled_code_takes_the_same_branch_and_is_compiled_once_more_at_most() -> None:
+    compiles = []
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if torch.compiler.is_compiling() else x - 1
+
+    def counting(graph: Any, example_inputs: Any) -> Any:
+        compiles.append(graph)
+        return graph.forward
+
+    before = torch.compile(branches, backend=counting, fullgraph=True)
+    assert torch.equal(before(X), X + 1)
+    with applied(*OURS):
+        for _ in range(3):
+            assert torch.equal(before(X), X + 1)
+        assert torch.equal(branches(X), X - 1)
+    assert torch.equal(before(X), X + 1)
+    # Dynamo guards on the code of a function whose answer it has used (not yet in 2.5).
+    assert len(compiles) <= 2
+
+
+def test_torchscript_compiles_the_question_as_before() -> None:
+    with applied("compiling-flags"):
+        scripted = torch.jit.script(asks_in_torchscript)
+        assert scripted(X) == 2
+
+
+def asks_in_torchscript(x: torch.Tensor) -> int:
+    if torch.compiler.is_compiling():
+        return 1
+    return 2
+
+
+def warm() -> Any:
+    compiled = torch.compile(lambda x: x * 3, backend="eager")
+    compiled(X)
+    return compiled
+
+
+@pytest.mark.skipif(
+    not (FLAG_IS_GLOBAL and COMPILES_ARE_SESSIONS), reason="torch 2.13 hides the tracing flag while it compiles"
+)
+@pytest.mark.parametrize("patches", [(), ("compiling-flags",), OURS])
+def test_a_warm_call_is_not_refused_while_others_trace_and_compile(patches: tuple[str, ...]) -> None:
+    compiled = warm()
+    with applied(*patches), elsewhere(compile_, Held()), trace_elsewhere():
+        assert torch.equal(compiled(X), X * 3)
+
+
+@pytest.mark.skipif(
+    not (FLAG_IS_GLOBAL and hasattr(st, "is_fx_symbolic_tracing")), reason="the refusal as it was from 2.9 to 2.13"
+)
+def test_without_the_threads_own_tracing_flag_the_refusal_is_plain_torchs() -> None:
+    compiled = warm()
+    with applied("compiling-flags"), trace_elsewhere():
+        with pytest.raises(RuntimeError, match="Detected that you are using FX"):
+            compiled(X)
+
+
+def trained_with_adam() -> torch.Tensor:
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(16, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    return model.weight.detach()
+
+
+@pytest.mark.skipif(not COMPILES_ARE_SESSIONS, reason="a compile says is_compiling() in every thread since torch 2.13")
+@pytest.mark.parametrize("patches", [(), OURS])
+def test_eager_adam_computes_the_same_bits_beside_another_threads_compile(patches: tuple[str, ...]) -> None:
+    alone = trained_with_adam()
+    with applied(*patches), elsewhere(compile_, Held()):
+        beside = trained_with_adam()
+    assert torch.equal(beside, alone) is bool(patches)

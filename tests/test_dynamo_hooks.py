@@ -1,0 +1,93 @@
+"""A trace in another thread begins in the middle of one of Dynamo's comparisons with nn.Module's own methods."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils as dynamo_utils
+from locks_support import applied
+from support import trace_elsewhere
+from torch import nn
+
+X = torch.ones(3, 4)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.lin(x)).relu()
+
+
+@contextlib.contextmanager
+def traces_begin_or_end_after_each_look(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Whenever Dynamo has looked up ``__getattr__`` of a class, a trace elsewhere begins, or the one there is ends."""
+    look = inspect.getattr_static
+    running = contextlib.ExitStack()
+    looks = []
+
+    def changing(owner: Any, name: str, *default: Any) -> Any:
+        found = look(owner, name, *default)
+        if name == "__getattr__" and isinstance(owner, type) and issubclass(owner, nn.Module):
+            looks.append(1)
+            if len(looks) % 2:
+                running.enter_context(trace_elsewhere())
+            else:
+                running.close()
+        return found
+
+    with running, monkeypatch.context() as patched:
+        patched.setattr(inspect, "getattr_static", changing)
+        yield looks
+
+
+@pytest.mark.parametrize("patches", [("module-hooks",), ("module-hooks", "dynamo-hooks")])
+def test_a_modules_getattr_is_known_whenever_a_trace_begins(
+    patches: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with applied(*patches), traces_begin_or_end_after_each_look(monkeypatch):
+        found = [dynamo_utils.get_custom_getattr(Model(), ignore_nn_module_getattr=True) for _ in range(4)]
+    assert (found == [None] * 4) is ("dynamo-hooks" in patches)
+
+
+@pytest.mark.parametrize("patches", [("module-hooks",), ("module-hooks", "dynamo-hooks")])
+def test_a_strict_export_names_its_parameters_as_it_does_alone(
+    patches: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export() -> str:
+        return torch.export.export(Model(), (X,), strict=True).graph_module.code
+
+    right = export()
+    with applied(*patches), traces_begin_or_end_after_each_look(monkeypatch) as looks:
+        code = export()
+    if not looks:
+        pytest.skip("a strict export looks up no __getattr__ on this torch")
+    assert (code == right) is ("dynamo-hooks" in patches)
+
+
+def test_a_module_with_a_getattr_of_its_own_is_told_from_others() -> None:
+    class Custom(Model):
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name)
+
+    with applied("module-hooks", "dynamo-hooks"):
+        for context in (contextlib.nullcontext, trace_elsewhere):
+            with context():
+                own = dynamo_utils.get_custom_getattr(Custom(), ignore_nn_module_getattr=True)
+                assert own is vars(Custom)["__getattr__"]
+                assert dynamo_utils.get_custom_getattr(Model(), ignore_nn_module_getattr=True) is None
+
+
+def test_dynamos_functions_are_its_own_afterwards() -> None:
+    code = dynamo_utils.get_custom_getattr.__code__
+    with applied("module-hooks", "dynamo-hooks"):
+        assert dynamo_utils.get_custom_getattr.__code__ is not code
+    assert dynamo_utils.get_custom_getattr.__code__ is code
