@@ -1,6 +1,6 @@
 # make demo      the main job: a fault without fxsafe, and its absence with each fix
 # make test      the test suite;  TORCH=2.14.1 chooses another release
-# make test-threads  the tests that do not look at the process itself, each in four threads at once
+# make test-threads  ordinary uses of torch.fx and what stands on it, each test in four threads at once
 # make test-dflash  the trainer's own tests
 # make lint      style, types
 # make bench     what fxsafe costs, as ratios
@@ -31,7 +31,7 @@ test: $(READY)
 	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
 
 test-threads: $(READY)
-	$(VENV)/bin/python -m pytest --parallel-threads=4 --skip-thread-unsafe=true --ignore tests/dflash -r fE $(ARGS)
+	$(VENV)/bin/python -m pytest --parallel-threads=4 tests/test_ordinary_use.py $(ARGS)
 
 # The trainer needs its extra, in an environment of its own.
 test-dflash: pyproject.toml

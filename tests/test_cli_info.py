@@ -13,8 +13,6 @@ import torch
 
 from fxsafe.patches import CATALOGUE
 
-pytestmark = pytest.mark.thread_unsafe(reason="runs processes")
-
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [patch.name for patch in CATALOGUE]
 

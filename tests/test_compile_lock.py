@@ -14,8 +14,6 @@ from torch._dynamo import convert_frame
 from fxsafe.patches import compile_lock
 from fxsafe.patches.base import ShapeError
 
-pytestmark = pytest.mark.thread_unsafe(reason="holds the lock of the process")
-
 
 @pytest.fixture
 def lock() -> Iterator[Any]:

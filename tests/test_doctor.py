@@ -22,8 +22,6 @@ from fxsafe.doctor.trial import Outcome, Trials
 from fxsafe.doctor.verdict import Claim, judge
 from fxsafe.patches import CATALOGUE
 
-pytestmark = pytest.mark.thread_unsafe(reason="runs processes")
-
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN = programs()
 posix = pytest.mark.skipif(os.name != "posix", reason="process groups and signals of POSIX")

@@ -9,8 +9,6 @@ import pytest
 
 from fxsafe.edits import AttributeSwap, CodeSwap, CodeWrap, ModuleProperties, body_below, code_with_constants
 
-pytestmark = pytest.mark.thread_unsafe(reason="changes functions of its own in place")
-
 
 def answer() -> str:
     return "original"

@@ -130,7 +130,6 @@ def test_a_function_below_a_well_behaved_wrapper_is_found_and_a_replacement_is_n
         own_function(st, "no_such_function")
 
 
-@pytest.mark.thread_unsafe(reason="plans what is not applied")
 def test_planning_any_patch_changes_nothing_and_names_its_targets():
     for patch in CATALOGUE:
         modules = {name: __import__("importlib").import_module(name) for name in patch.modules}

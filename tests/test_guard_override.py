@@ -9,8 +9,6 @@ from support import FLAG_IS_GLOBAL, GUARD_ASKS_SYMBOLIC, REFUSAL, X, double_plus
 
 import fxsafe
 
-pytestmark = pytest.mark.thread_unsafe(reason="installs the other fix")
-
 
 def test_a_warm_call_runs_while_another_thread_traces(warm):
     with fxsafe.install("always-false"), trace_elsewhere():

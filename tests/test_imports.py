@@ -7,8 +7,6 @@ import importlib.metadata
 import pytest
 from support import FLAG_IS_GLOBAL, program, python
 
-pytestmark = pytest.mark.thread_unsafe(reason="runs processes")
-
 TRACING_FLAG = "active" if FLAG_IS_GLOBAL else "not-needed"
 
 

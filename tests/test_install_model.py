@@ -13,8 +13,6 @@ from support import FLAG_IS_GLOBAL, Task, trace_elsewhere
 
 import fxsafe
 
-pytestmark = pytest.mark.thread_unsafe(reason="drives installations")
-
 X = torch.ones(2)
 GUARD = "is_fx_symbolic_tracing" if hasattr(st, "is_fx_symbolic_tracing") else "is_fx_tracing"
 WARM = torch.compile(lambda x: x + 1, backend="eager")

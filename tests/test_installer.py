@@ -18,8 +18,6 @@ import fxsafe
 from fxsafe import installer, traces
 from fxsafe.patches import CATALOGUE, guard_override
 
-pytestmark = pytest.mark.thread_unsafe(reason="counts installations")
-
 # A fix that changes something on every release.
 FIX = "always-false"
 

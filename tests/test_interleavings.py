@@ -27,8 +27,6 @@ import fxsafe.patches
 from fxsafe import installer, traces
 from fxsafe.patches._slots import places
 
-pytestmark = pytest.mark.thread_unsafe(reason="decides itself which thread runs")
-
 EVERYTHING = os.environ.get("FXSAFE_EXPLORE") == "all"
 _PATCHES = Path(fxsafe.patches.__file__).parent
 _SLOTS = str(_PATCHES / "_slots.py")

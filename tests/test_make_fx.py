@@ -13,8 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxsafe.patches.base import ShapeError
 
-pytestmark = pytest.mark.thread_unsafe(reason="looks at what the process keeps")
-
 OURS = ("make-fx", "traceback-meta", "dispatch-cache")
 
 # Another thread is inside make_fx, without the rest of what Tracer.trace does, which other patches are for.

@@ -24,8 +24,6 @@ from fxsafe.patches import module_hooks
 from fxsafe.patches._slots import MISSING, Places, is_dispatcher, original_of, places
 from fxsafe.patches.base import ShapeError
 
-pytestmark = pytest.mark.thread_unsafe(reason="looks at places that any thread's trace changes")
-
 torch.fx.wrap("len")
 _PROGRAM = str(Path(hook_faults.__file__))
 _SYMPTOMS = {

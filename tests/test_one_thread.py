@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fxsafe
 
-pytestmark = pytest.mark.thread_unsafe(reason="compares with plain torch")
-
 FIXES = ["thread-local", "always-false"]
 
 

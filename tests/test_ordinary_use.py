@@ -245,6 +245,36 @@ def test_vmap_and_functional_transforms():
     torch.testing.assert_close(result, 3 * X**2)
 
 
+class Plain(Block):
+    """Without the leaf, which decides by its data."""
+
+    def forward(self, x):
+        for linear in self.linears:
+            x = x + torch.relu(linear(self.norm(x))) * self.scale
+        return (x + self.shift).sum(-1)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_and_load_again(strict):
+    block = Plain()
+    exported = torch.export.export(block, (X,), strict=strict)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    for program in (exported, torch.export.load(file)):
+        assert torch.equal(program.module()(X), block(X))
+    assert set(exported.state_dict) == set(block.state_dict())
+
+
+def test_a_stance_and_the_compiling_flag_are_the_threads_own(block):
+    compiled = torch.compile(lambda x: x + float(torch.compiler.is_compiling()), backend="eager")
+    assert torch.equal(compiled(X), X + 1)
+    assert not torch.compiler.is_compiling()
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(compiled(X), X)
+    assert torch.equal(compiled(X), X + 1)
+
+
 def test_autocast_and_no_grad_stay_the_threads_own(block):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.compile(lambda x: x @ x.t(), backend="eager")(X).dtype is torch.bfloat16

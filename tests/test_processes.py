@@ -13,8 +13,6 @@ warnings.simplefilter("ignore")
 import torch, fxsafe
 from torch.utils.data import DataLoader, Dataset
 
-pytestmark = pytest.mark.thread_unsafe(reason="runs processes")
-
 def status(_=None):
     return fxsafe.is_installed() and fxsafe.info()[0]["status"]
 

@@ -12,8 +12,6 @@ from support import Task
 
 from fxsafe import settings
 
-pytestmark = pytest.mark.thread_unsafe(reason="changes settings of the process")
-
 LIMIT = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
 NAME = f"torch._dynamo.config.{LIMIT}"
 DEFAULT = getattr(torch._dynamo.config, LIMIT)

@@ -12,8 +12,6 @@ from sympy.core.singleton import Singleton, SingletonRegistry
 
 from fxsafe.patches.base import ShapeError
 
-pytestmark = pytest.mark.thread_unsafe(reason="looks at the registry of the process")
-
 # Both threads find the class waiting before either makes it; then one goes first.
 BOTH_FIRST = """
     from sympy import S

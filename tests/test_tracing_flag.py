@@ -14,8 +14,6 @@ from torch._higher_order_ops import utils as hop_utils
 
 import fxsafe
 
-pytestmark = pytest.mark.thread_unsafe(reason="overlaps traces by hand")
-
 
 def test_plain_torch_refuses_a_warm_call_while_another_thread_traces(warm):
     with trace_elsewhere():
