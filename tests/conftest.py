@@ -10,6 +10,7 @@ from places import changed_places
 from support import X, double_plus_one
 
 import fxsafe
+from fxsafe.patches._slots import places
 
 # A shell that starts us in the background has SIGINT ignored, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,6 +33,7 @@ def nothing_stays_behind(num_parallel_threads: int) -> Iterator[None]:
         fxsafe.uninstall()
     assert not left, "the test left fxsafe installed"
     assert changed_places() == []
+    assert len(places) == 0, "a trace left what it patched"
 
 
 @pytest.fixture

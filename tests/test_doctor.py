@@ -94,7 +94,8 @@ def active(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def test_a_program_answers_and_what_fxsafe_claims_is_cured(program: Program, active: set[str], tmp_path: Path) -> None:
     outcome = Trials(200, tmp_path).run(["-m", "fxsafe", "run", "-m", program.module])
     claimed = any(program.name in patch.faults for patch in CATALOGUE if patch.name in active)
-    assert outcome.kind in (("ok", "cannot-try") if claimed else ("ok", "fault", "cannot-try")), outcome
+    # Where nothing is claimed the process may even die of the fault: on torch 2.5 of a reset beside a compiled call.
+    assert outcome.kind in (("ok", "cannot-try") if claimed else ("ok", "fault", "crashes", "cannot-try")), outcome
 
 
 # The processes

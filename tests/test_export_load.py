@@ -45,7 +45,7 @@ def test_threads_load_at_the_same_time(patches: tuple[str, ...], monkeypatch: py
             if patches:
                 assert load(file) == right
             else:
-                with pytest.raises(AssertionError, match="already set"):
+                with pytest.raises(AssertionError):  # it finds the other's deserializer
                     load(file)
         finally:
             leave.set()

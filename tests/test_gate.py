@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dis
+import importlib.util
 import types
 from pathlib import Path
 
@@ -132,7 +133,9 @@ def test_a_function_below_a_well_behaved_wrapper_is_found_and_a_replacement_is_n
 
 def test_planning_any_patch_changes_nothing_and_names_its_targets():
     for patch in CATALOGUE:
-        modules = {name: __import__("importlib").import_module(name) for name in patch.modules}
+        if any(importlib.util.find_spec(name) is None for name in patch.modules):
+            continue  # a module that this release does not have: the patch waits for it in vain
+        modules = {name: importlib.import_module(name) for name in patch.modules}
         verdict = ask(patch, modules, torch.__version__)
         assert verdict.status in ("active", "not-needed"), (patch.name, verdict)
         if verdict.plan is not None:

@@ -270,8 +270,9 @@ def test_a_stance_and_the_compiling_flag_are_the_threads_own(block):
     compiled = torch.compile(lambda x: x + float(torch.compiler.is_compiling()), backend="eager")
     assert torch.equal(compiled(X), X + 1)
     assert not torch.compiler.is_compiling()
-    with torch.compiler.set_stance("force_eager"):
-        assert torch.equal(compiled(X), X)
+    if hasattr(torch.compiler, "set_stance"):  # since 2.6
+        with torch.compiler.set_stance("force_eager"):
+            assert torch.equal(compiled(X), X)
     assert torch.equal(compiled(X), X + 1)
 
 
