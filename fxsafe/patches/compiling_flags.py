@@ -132,6 +132,6 @@ PATCH = Patch(
     plan=_plan,
     # With the other fix a traced torch.export.unflatten, which asks the process-wide tracing flag, would go wrong.
     fixes=frozenset({"thread-local"}),
-    faults=("is_compiling_leaks",),
+    faults=("is_compiling_leaks", "export_flags_stuck"),
     after_fork_in_child=_after_fork_in_child,
 )
