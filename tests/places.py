@@ -40,5 +40,10 @@ _BEFORE = {name: read() for name, read in _PLACES.items()}
 
 
 def changed_places() -> list[str]:
-    """Names of the places that do not hold the identical object that they held when the tests began."""
-    return [name for name, read in _PLACES.items() if read() is not _BEFORE[name]]
+    """Names of the places that do not hold the identical object that they held when the tests began.
+
+    And of functions marked with ``torch.fx.wrap`` in whose place a trace has left its replacement.
+    """
+    changed = [name for name, read in _PLACES.items() if read() is not _BEFORE[name]]
+    wrapped = st._wrapped_fns_to_patch.copy()
+    return changed + [n for (_, n), where in wrapped.items() if hasattr(where.get(n), "_Patcher__fx_already_patched")]

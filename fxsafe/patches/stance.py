@@ -6,8 +6,9 @@ not asked, and they get results for other inputs; overlapping blocks leave the w
 
 Upstream: pytorch#196637 for the flags in C that go with it. Releases: 2.6 to 2.15.
 
-Why this place is enough: in the global's place stands an object that answers with the calling thread's stance, so
-functions compiled earlier, which read the global, follow; the only writer changes in place. ``set_stance(...)`` called
+Why this place is enough: while a thread has a stance of its own, in the global's place stands an object that answers
+with the calling thread's, so functions compiled earlier, which read the global, follow; at all other times it holds the
+process's stance itself, and a compiled call pays nothing. The only writer changes in place. ``set_stance(...)`` called
 as a plain function goes on setting the stance of the whole process: it is told from the other uses by its object going
 away without having been entered. Threads that Python did not start, autograd's device threads among them, see the
 newest stance of any thread, as before.
@@ -57,14 +58,14 @@ class _Own(threading.local):
 
 
 class _Stances:
-    """Stands in for the global ``_stance`` and answers with the calling thread's; the rest is the process's.
+    """Stands in for the global ``_stance``, while any thread has one of its own, and answers with the calling thread's.
 
     A stance made while this is in place belongs to a thread. One made before, which an old with-block or decorator
     sets or restores, goes on being set for the process. To assign the stand-in itself is to have none of one's own.
     """
 
     def __init__(self, process: Any) -> None:
-        self.__dict__.update(_process=process, _own=_Own(), _newest=[], _lock=threading.Lock())
+        self.__dict__.update(_process=process, _own=_Own(), _newest=[], _globals=None, _lock=threading.Lock())
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FIELDS:
@@ -90,17 +91,35 @@ class _Stances:
     def set(self, stance: Any) -> None:
         ident = get_ident()
         own = None
-        if stance is not self:
-            if self._own.making:
-                vars(stance)[_MARK] = True
-            if _MARK in vars(stance):
-                own = stance
-            else:
-                self.__dict__["_process"] = stance
-        self._own.stance = own
         with self._lock:
+            if stance is not self:
+                if self._own.making:
+                    vars(stance)[_MARK] = True
+                if _MARK in vars(stance):
+                    own = stance
+                else:
+                    self.__dict__["_process"] = stance
+            self._own.stance = own
             newest = [entry for entry in self._newest if entry[0] != ident]
             self.__dict__["_newest"] = newest if own is None else [*newest, (ident, own)]
+            self._show()
+
+    def _show(self) -> None:
+        if self._globals is not None:
+            self._globals[_STANCE] = self if self._newest else self._process
+
+    def begin(self, names: dict[str, Any]) -> None:
+        """Take care of the global from now on."""
+        with self._lock:
+            self.__dict__.update(_process=names[_STANCE], _globals=names)
+            self._show()
+
+    def end(self) -> None:
+        """Leave the process's stance in the global, unless somebody else has put something there."""
+        with self._lock:
+            if self._globals is not None and self._globals[_STANCE] is self:
+                self._globals[_STANCE] = self._process
+            self.__dict__["_globals"] = None
 
     def publish(self, stance: Any) -> None:
         """Make the calling thread's stance that of the process, if it still is the thread's."""
@@ -179,7 +198,7 @@ def _entered(instance: Any) -> None:
 
 
 class _StandIn:
-    """Puts the stand-in in the global's place; what the process's stance has become meanwhile takes it back."""
+    """Lets the stand-in into the global's place when it is needed; the process's stance is what it leaves there."""
 
     def __init__(self, eval_frame: ModuleType, stances: _Stances) -> None:
         self.target = f"{EVAL_FRAME}.{_STANCE}"
@@ -187,12 +206,10 @@ class _StandIn:
         self._stances = stances
 
     def apply(self) -> None:
-        self._stances.__dict__["_process"] = self._globals[_STANCE]
-        self._globals[_STANCE] = self._stances
+        self._stances.begin(self._globals)
 
     def undo(self) -> bool:
-        if self._globals[_STANCE] is self._stances:
-            self._globals[_STANCE] = self._stances._process
+        self._stances.end()
         return type(self._globals[_STANCE]) is not _Stances
 
 
@@ -216,7 +233,14 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
     _known.append(stances)
     state = vars(_State)[_STANCE]
     frame_hider()(
-        state.fget, state.fset, _Stances.__getattr__, _Stances.current, _Stances.set, _Stances._effective, _Own.__init__
+        state.fget,
+        state.fset,
+        _Stances.__getattr__,
+        _Stances.current,
+        _Stances.set,
+        _Stances._show,
+        _Stances._effective,
+        _Own.__init__,
     )
     code = rewritten(where, function, Rewrite(frozenset({_STANCE})), _State(stances))
     return Plan([*_usage_edits(kind, stances), _StandIn(eval_frame, stances), CodeSwap(where, function, code)])
