@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import math
+import sys
 import threading
 
 import torch
@@ -45,5 +46,8 @@ def changed_places() -> list[str]:
     And of functions marked with ``torch.fx.wrap`` in whose place a trace has left its replacement.
     """
     changed = [name for name, read in _PLACES.items() if read() is not _BEFORE[name]]
-    wrapped = st._wrapped_fns_to_patch.copy()
-    return changed + [n for (_, n), where in wrapped.items() if hasattr(where.get(n), "_Patcher__fx_already_patched")]
+    for (_, name), where in st._wrapped_fns_to_patch.copy().items():
+        ours = vars(sys.modules[where["__name__"]]) is where if where.get("__name__") in sys.modules else False
+        if ours and hasattr(where.get(name), "_Patcher__fx_already_patched"):
+            changed.append(f"{where['__name__']}.{name}")
+    return changed

@@ -54,11 +54,14 @@ def suite(python: Path, log: Path, tests: list[str]) -> dict[str, int]:
     return {kind: int(number) for number, kind in counts} | {"exit": done.returncode}
 
 
-def one(release: str, before: dict[str, object] | None, keep: bool, with_suite: bool) -> dict[str, object]:
+def one(
+    release: str, before: dict[str, object] | None, keep: bool, with_suite: bool, keep_doctor: bool
+) -> dict[str, object]:
     """Install ``release``, run everything, remove it; a row of the matrix.
 
     Args:
         before: the row of the last run if only what failed in it is to be run again.
+        keep_doctor: keep what the doctor said then.
     """
     venv, log = WORK / release, WORK / f"{release}.log"
     shutil.rmtree(venv, ignore_errors=True)
@@ -89,8 +92,8 @@ def one(release: str, before: dict[str, object] | None, keep: bool, with_suite: 
         elif with_suite:
             row["tests"] = suite(python, log, [])
             row["seconds"] = round(time.monotonic() - start)
-        row["doctor"] = {}
-        for fix in FIXES:
+        row["doctor"] = dict(before["doctor"]) if before is not None else {}  # type: ignore[call-overload]
+        for fix in FIXES if before is None or not keep_doctor else ():
             done = run(python, "-m", "fxsafe", "doctor", "--json", "--fix", fix, stdout=subprocess.PIPE)
             row["doctor"][fix] = json.loads(done.stdout) | {"exit": done.returncode}  # type: ignore[index]
     finally:
@@ -139,6 +142,7 @@ def main() -> int:
     parser.add_argument("releases", nargs="*", default=list(RELEASES), metavar="RELEASE")
     parser.add_argument("--keep", action="store_true", help="keep the environments, about 5 GB each")
     parser.add_argument("--no-suite", action="store_true", help="the doctor only")
+    parser.add_argument("--keep-doctor", action="store_true", help="with --failed: do not ask the doctor again")
     parser.add_argument("--failed", action="store_true", help="of the tests, those that failed last time")
     options = parser.parse_args()
     WORK.mkdir(exist_ok=True)
@@ -148,7 +152,7 @@ def main() -> int:
     for release in options.releases:
         print(f"== torch {release}", flush=True)
         before = rows.get(release) if options.failed else None
-        rows[release] = one(release, before, options.keep, not options.no_suite)
+        rows[release] = one(release, before, options.keep, not options.no_suite, options.keep_doctor)
         store.write_text(json.dumps(rows, indent=1))
         write(rows)
         tests = rows[release]["tests"]
