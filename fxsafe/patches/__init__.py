@@ -4,6 +4,7 @@ from fxsafe.patches import (
     checkpoint_flag,
     compile_lock,
     compiling_flags,
+    device_guard,
     dispatch_cache,
     dynamo_hooks,
     export,
@@ -39,6 +40,7 @@ CATALOGUE: tuple[Patch, ...] = (
     make_fx.PATCH,
     dispatch_cache.PATCH,
     sympy_singletons.PATCH,
+    device_guard.PATCH,
     compile_lock.PATCH,
     compiling_flags.PATCH,  # after tracing_flag: it looks whether that one is there
     lazy_graph_module.PATCH,
