@@ -173,7 +173,9 @@ class Places:
         return self._templates
 
     def __len__(self) -> int:
-        return sum(map(len, list(self._slots.values())))
+        """How many dispatchers stand in their places."""
+        slots = [slot for stack in list(self._slots.values()) for slot in list(stack)]
+        return sum(_held(slot.owner).get(slot.name) is slot.dispatcher for slot in slots)
 
     # What a thread would see if it were alone.
 
