@@ -2,6 +2,7 @@
 # make test      the test suite;  TORCH=2.14.1 chooses another release
 # make test-threads  ordinary uses of torch.fx and what stands on it, each test in four threads at once
 # make test-dflash  the trainer's own tests
+# make test-recipes  the scripts of docs/recipes.md that need libraries
 # make lint      style, types
 # make bench     what fxsafe costs, as ratios
 # make soak      everything that traces, at once, for MINUTES (10), every result compared with a serial run
@@ -13,7 +14,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 MINUTES ?= 10
 
-.PHONY: demo test test-threads test-dflash lint bench soak matrix clean
+.PHONY: demo test test-threads test-dflash test-recipes lint bench soak matrix clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml
@@ -39,6 +40,12 @@ test-dflash: pyproject.toml
 	.venv-dflash/bin/python -m pip install --quiet torch==$(TORCH)
 	.venv-dflash/bin/python -m pip install --quiet --editable '.[test,dflash]'
 	.venv-dflash/bin/python -m pytest tests/dflash $(ARGS)
+
+test-recipes: pyproject.toml
+	test -d .venv-recipes || $(PYTHON) -m venv .venv-recipes
+	.venv-recipes/bin/python -m pip install --quiet torch==$(TORCH)
+	.venv-recipes/bin/python -m pip install --quiet --editable '.[test,recipes]'
+	.venv-recipes/bin/python -m pytest tests/recipes $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

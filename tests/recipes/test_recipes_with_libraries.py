@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import pytest
+from support import ROOT, python
+
+
+@pytest.mark.parametrize("name", ["serve_fastapi", "hf_trainer_threads"])
+def test_a_recipe_works(name: str) -> None:
+    done = python(str(ROOT / "examples" / f"{name}.py"), env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
