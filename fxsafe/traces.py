@@ -146,9 +146,14 @@ def quiet(what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: 
             events.end_wait()
             yield wanted
         finally:
-            events.end_wait()
-            state.changing = False
-            changed.notify_all()
+            state.changing = False  # before any call: Ctrl-C comes in front of a function, and all others wait for this
+            try:
+                changed.notify_all()
+                events.end_wait()
+            except BaseException:
+                changed.notify_all()
+                events.end_wait()
+                raise
 
 
 def _enter() -> None:
