@@ -7,10 +7,8 @@ standard errors of the difference, which is printed behind the +-. The limits ar
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import turns  # noqa: E402
 from turns import Comparison, Row, compare, cpu_seconds, row, show  # noqa: E402
 
 FIRST_INSTALL = """
@@ -42,11 +41,7 @@ def interpreter(source: str) -> tuple[float, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fix", default="thread-local", help="thread-local (default) or always-false")
-    parser.add_argument("--seconds", type=float, default=10, help="measuring time of each row, in seconds (default 10)")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = turns.options(__doc__.splitlines()[0])
     rows: list[Row] = []
 
     started = compare(lambda: interpreter("pass")[0], lambda: interpreter("import fxsafe")[0], options.seconds)
@@ -74,9 +69,8 @@ def main() -> None:
         return compare(without, with_fxsafe, options.seconds)
 
     first = [float(interpreter(FIRST_INSTALL.format(fix=options.fix))[1]) for _ in range(9)]
-    middle = statistics.median(first)
-    error = 1.2533 * 1.4826 * statistics.median(abs(f - middle) for f in first) / 3
-    rows.append(row("install() after import torch, first", "ms", Comparison(0.0, middle, error), seconds=0.020))
+    found = Comparison(0.0, *turns.median_and_error(first))
+    rows.append(row("install() after import torch, first", "ms", found, seconds=0.020))
 
     compiled, x = torch.compile(lambda x: x + 1, backend="eager"), torch.ones(2)
     rows.append(row("warm compiled call", "us", both(lambda: compiled(x), 500), seconds=50e-9, ratio=1.02))

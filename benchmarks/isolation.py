@@ -7,7 +7,6 @@ traces in a row and in four threads; wall-clock time, to which the machine's oth
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.fx
+import turns
 from models import Transformer
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -52,11 +52,7 @@ def trace_in_flight() -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fix", default="thread-local", help="thread-local (default) or always-false")
-    parser.add_argument("--seconds", type=float, default=10, help="measuring time of each row, in seconds (default 10)")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = turns.options(__doc__.splitlines()[0])
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     rows: list[Row] = []

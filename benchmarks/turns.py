@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import math
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Comparison", "Row", "compare", "cpu_seconds", "row", "show"]
+__all__ = ["Comparison", "Row", "compare", "cpu_seconds", "median_and_error", "options", "row", "show"]
 
 
 class Comparison(NamedTuple):
@@ -88,10 +89,24 @@ def compare(without: Callable[[], float], with_: Callable[[], float], seconds: f
             early, late = without(), with_()
         before.append(early)
         added.append(late - early)
-    middle = statistics.median(added)
+    return Comparison(statistics.median(before), *median_and_error(added))
+
+
+def median_and_error(values: list[float]) -> tuple[float, float]:
+    """The median and its standard error."""
+    middle = statistics.median(values)
     # Of a median of normal samples: 1.2533 sigma / sqrt(n), and sigma is 1.4826 times the median absolute deviation.
-    spread = 1.4826 * statistics.median(abs(a - middle) for a in added)
-    return Comparison(statistics.median(before), middle, 1.2533 * spread / len(added) ** 0.5)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return middle, 1.2533 * spread / len(values) ** 0.5
+
+
+def options(description: str) -> argparse.Namespace:
+    """The command line of a benchmark."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--fix", default="thread-local", help="thread-local (default) or always-false")
+    parser.add_argument("--seconds", type=float, default=10, help="measuring time of each row, in seconds (default 10)")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
 
 
 def cpu_seconds(function: Callable[[], object], number: int) -> float:

@@ -361,9 +361,8 @@ _MACHINERY = frozenset({"fxsafe", "wrapt", "importlib"})
 def _stacklevel() -> int:
     level, frame = 0, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _MACHINERY:
-        level += not frame.f_code.co_filename.startswith(
-            "<frozen importlib"
-        )  # the warnings module counts none of those
+        # The warnings module counts none of importlib's frozen frames.
+        level += not frame.f_code.co_filename.startswith("<frozen importlib")
         frame = frame.f_back
     return level
 

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,25 @@ def trace_elsewhere(inside: Callable[[], Any] | None = None) -> Iterator[Gate]:
         yield gate
     finally:
         gate.let_out.set()
+        task.result()
+
+
+@contextmanager
+def inside_elsewhere(manager: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Another thread is inside a context manager, which it makes itself, for the length of the block."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with manager():
+            inside.set()
+            leave.wait(SOON_S)
+
+    task = Task(hold)
+    assert inside.wait(SOON_S)
+    try:
+        yield
+    finally:
+        leave.set()
         task.result()
 
 

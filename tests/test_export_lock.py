@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from locks_support import applied
-from support import SOON_S, Task
+from support import SOON_S, inside_elsewhere
 from torch import nn
 from torch._dynamo import convert_frame
 
@@ -29,22 +27,8 @@ def owned() -> bool:
     return bool(convert_frame.compile_lock._is_owned())
 
 
-@contextlib.contextmanager
-def lock_held_elsewhere() -> Iterator[None]:
-    held, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with convert_frame.compile_lock:
-            held.set()
-            leave.wait(SOON_S)
-
-    task = Task(hold)
-    assert held.wait(SOON_S)
-    try:
-        yield
-    finally:
-        leave.set()
-        task.result()
+def lock_held_elsewhere() -> contextlib.AbstractContextManager[None]:
+    return inside_elsewhere(lambda: convert_frame.compile_lock)
 
 
 @pytest.mark.parametrize("patches", BOTH)

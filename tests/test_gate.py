@@ -1,22 +1,17 @@
 from __future__ import annotations
 
-import dis
 import importlib.util
 import types
-from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo.variables.builtin
 import torch.fx._symbolic_trace as st
 
 from fxsafe.gate import ask, release_doubt
 from fxsafe.patches import CATALOGUE
 from fxsafe.patches.base import NotNeeded, Patch, Plan
-from fxsafe.shapes import Shape, ShapeError, own_function, require, shape_of, uses_of_globals
+from fxsafe.shapes import Shape, ShapeError, own_function, require, shape_of
 from fxsafe.traces import FX
-
-NAMES = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME", "DELETE_GLOBAL", "DELETE_NAME"}
 
 
 @pytest.mark.parametrize(
@@ -90,23 +85,6 @@ def test_the_shape_of_a_function_is_its_parameters_and_the_globals_it_reads_and_
     assert require("m.f", module.f, shape) is shape
     with pytest.raises(ShapeError, match=r"m\.f has an unknown shape: \(a, b\) reading \['flag', 'len'\]"):
         require("m.f", module.f, Shape((), frozenset(), frozenset()))
-
-
-def test_the_globals_of_a_code_object_are_those_that_dis_finds():
-    def nested(code):
-        yield code
-        for const in code.co_consts:
-            if isinstance(const, types.CodeType):
-                yield from nested(const)
-
-    path = torch._dynamo.variables.builtin.__file__
-    long = "def f():\n global b299\n " + "\n ".join(f"b{i} = a{i}.c{i}" for i in range(300))  # arguments beyond a byte
-    sources = {path: Path(path).read_text(encoding="utf-8"), "long": long}
-    codes = [code for name, source in sources.items() for code in nested(compile(source, name, "exec"))]
-    for code in codes:
-        found = {(i.opname.partition("_")[0], i.argval) for i in dis.get_instructions(code) if i.opname in NAMES}
-        words = {"read": "LOAD", "write": "STORE", "delete": "DELETE"}
-        assert found == {(words[how], name) for how, name in uses_of_globals(code)}
 
 
 def test_a_function_below_a_well_behaved_wrapper_is_found_and_a_replacement_is_named(monkeypatch):

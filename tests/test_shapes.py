@@ -6,6 +6,7 @@ import typing
 from types import CodeType
 
 import pytest
+import torch._dynamo.variables.builtin
 
 from fxsafe.shapes import shape_of, uses_of_globals
 from fxsafe.thread_globals import nested
@@ -30,7 +31,9 @@ def source(module: typing.Any) -> CodeType:
 MANY = "def f():\n global n7, n600\n " + "\n ".join(f"n{i}" for i in range(700)) + "\n n600 = n699; del n7"
 
 
-@pytest.mark.parametrize("code", [source(argparse), source(typing), compile(MANY, "many", "exec")])
+@pytest.mark.parametrize(
+    "code", [source(argparse), source(typing), source(torch._dynamo.variables.builtin), compile(MANY, "many", "exec")]
+)
 def test_uses_of_globals_are_those_that_dis_shows(code: CodeType) -> None:
     for part in nested(code):
         assert list(uses_of_globals(part)) == by_dis(part)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo.eval_frame as eval_frame
 from locks_support import applied
-from support import SOON_S, Task
+from support import SOON_S, Task, inside_elsewhere
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="stances since torch 2.6")
 X = torch.ones(2)
@@ -30,22 +30,8 @@ def compiles() -> bool:
     return bool(ran)
 
 
-@contextlib.contextmanager
-def elsewhere(*arguments: Any, **more: Any) -> Iterator[None]:
-    inside, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with torch.compiler.set_stance(*arguments, **more):
-            inside.set()
-            leave.wait(SOON_S)
-
-    task = Task(hold)
-    assert inside.wait(SOON_S)
-    try:
-        yield
-    finally:
-        leave.set()
-        task.result()
+def elsewhere(*arguments: Any, **more: Any) -> contextlib.AbstractContextManager[None]:
+    return inside_elsewhere(lambda: torch.compiler.set_stance(*arguments, **more))
 
 
 @pytest.fixture(autouse=True)

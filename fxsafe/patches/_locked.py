@@ -60,7 +60,8 @@ def _report(what: str) -> None:
     stacks = [
         f"thread {names.get(ident, ident)} at\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in frames.items()
-        if ident != threading.get_ident() and any("torch/_dynamo/" in f.f_code.co_filename for f, _ in _walk(frame))
+        if ident != threading.get_ident()
+        and any("torch/_dynamo/" in f.f_code.co_filename for f, _ in traceback.walk_stack(frame))
     ]
     _log.warning(
         "thread %s waited %g s for Dynamo's compile lock before %s and goes on without it. Threads inside Dynamo:\n%s",
@@ -69,7 +70,3 @@ def _report(what: str) -> None:
         what,
         "\n".join(stacks) or "(none)",
     )
-
-
-def _walk(frame: Any) -> Iterator[tuple[Any, int]]:
-    return traceback.walk_stack(frame)

@@ -15,6 +15,7 @@ This file can be deleted when 2.12 is the oldest release supported.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -29,8 +30,12 @@ __all__ = ["PATCH"]
 _NAME = "_ensureCUDADeviceGuardSet"
 
 
+@functools.cache
 def once(original: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls ``original`` the first time it is called; whoever else comes meanwhile waits for it."""
+    """A function that calls ``original`` the first time it is called; whoever else comes meanwhile waits for it.
+
+    There is one for each ``original``, whatever number of installations: to call it again is the fault.
+    """
     lock, done = threading.Lock(), threading.Event()
     locks.append(lock)
 

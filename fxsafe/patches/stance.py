@@ -22,6 +22,7 @@ This file can be deleted when the oldest supported torch keeps the stance per th
 from __future__ import annotations
 
 import threading
+import weakref
 from _thread import get_ident
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -230,7 +231,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
     if not isinstance(kind, type):
         raise ShapeError(f"{DECORATORS}.set_stance is no class")
     stances = _Stances(process)
-    _known.append(stances)
+    _known.add(stances)
     state = vars(_State)[_STANCE]
     frame_hider()(
         state.fget,
@@ -246,11 +247,11 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
     return Plan([*_usage_edits(kind, stances), _StandIn(eval_frame, stances), CodeSwap(where, function, code)])
 
 
-_known: list[_Stances] = []
+_known: weakref.WeakSet[_Stances] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    for stances in _known:
+    for stances in list(_known):
         stances.after_fork_in_child()
 
 
