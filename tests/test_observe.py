@@ -318,8 +318,11 @@ def test_dynamo_does_not_compile_the_recorder(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
-    """Waits for the first report that holds the words, and gives it."""
+def said(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Waits for the first report that holds all these words, and gives it.
+
+    A report that tells where a thread is tells where it was then: the next one finds it where it waits.
+    """
     reports: list[str] = []
     changed = threading.Condition()
 
@@ -328,10 +331,14 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
             reports.append(text)
             changed.notify_all()
 
-    def wait(words: str) -> str:
+    def wait(*words: str) -> str:
+        def found() -> str | None:
+            return next((text for text in reports if all(word in text for word in words)), None)
+
         with changed:
-            assert changed.wait_for(lambda: any(words in text for text in reports), SOON_S)
-            return next(text for text in reports if words in text)
+            text = changed.wait_for(found, SOON_S)
+            assert text, reports
+            return text
 
     monkeypatch.setattr(watchdog, "_say", say)
     return wait
@@ -341,7 +348,7 @@ def watchdogs() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "fxsafe-watchdog"]
 
 
-def test_a_wait_for_the_compile_lock_is_reported_with_both_stacks(held_lock: None, said: Callable[[str], str]) -> None:
+def test_a_wait_for_the_compile_lock_is_reported_with_both_stacks(held_lock: None, said: Callable[..., str]) -> None:
     with fxsafe.install(stall_after=0.05):
         task = Task(lock_and_release)
         text = said(WAIT)
@@ -352,21 +359,21 @@ def test_a_wait_for_the_compile_lock_is_reported_with_both_stacks(held_lock: Non
 
 
 @pytest.mark.parametrize("begun", ["before", "after"])
-def test_a_trace_that_does_not_end_is_reported(said: Callable[[str], str], begun: str) -> None:
+def test_a_trace_that_does_not_end_is_reported(said: Callable[..., str], begun: str) -> None:
     with fxsafe.install(stall_after=0.05 if begun == "after" else None):
         with trace_elsewhere():
             if begun == "before":
                 fxsafe.install(stall_after=0.05)
-            assert "let_out.wait" in said("has been inside one trace")
+            said("has been inside one trace", "let_out.wait")
         if begun == "before":
             fxsafe.uninstall()
 
 
-def test_an_uninstall_that_waits_is_reported_with_the_trace_it_waits_for(said: Callable[[str], str]) -> None:
+def test_an_uninstall_that_waits_is_reported_with_the_trace_it_waits_for(said: Callable[..., str]) -> None:
     handle = fxsafe.install(stall_after=0.05)
     with trace_elsewhere():
         task = Task(handle.uninstall)
-        text = said("fxsafe.uninstall()")
+        text = said("fxsafe.uninstall()", "let_out.wait")
     task.result()
     assert "let_out.wait" in text.split("could end that and is at")[1]
     assert not watchdogs()
