@@ -119,21 +119,22 @@ def _give_back(function: FunctionType, ours: CodeType | None, original: CodeType
 
 
 class CodeWrap:
-    """Lets a function call a replacement, in place; several wraps of one function nest, the last one outermost."""
+    """Gives a function a body that uses what it had; several wraps of one function nest, the last one outermost."""
 
     def __init__(
         self,
         target: str,
         function: FunctionType,
         template: FunctionType,
-        wrap: Callable[[FunctionType], Callable[..., Any]],
+        wrap: Callable[[FunctionType], object],
     ) -> None:
         """
         Args:
             function: takes the same parameters as ``template``.
-            template: a body that binds the placeholder ``"<replacement>"`` and calls it with its parameters.
-            wrap: called when the edit is applied with a function that has the body of that moment; returns the
-                replacement.
+            template: the new body. It binds the placeholder ``"<replacement>"``, mostly to call it with its
+                parameters.
+            wrap: called when the edit is applied with a function that has the body of that moment; returns what
+                takes the placeholder's place.
 
         Raises:
             ValueError: ``function`` closes over variables or takes other parameters than ``template``.

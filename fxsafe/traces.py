@@ -34,7 +34,6 @@ __all__ = [
     "registered_body",
     "state",
     "trace_function",
-    "trace_template",
 ]
 
 FX = "torch.fx._symbolic_trace"
@@ -196,12 +195,6 @@ def _leave(depth: int) -> None:
                 changed.notify_all()
 
 
-def trace_template(self: Any, root: Any, concrete_args: Any = None) -> Any:
-    """The body that ``Tracer.trace`` gets."""
-    replacement: Any = "<replacement>"
-    return replacement(self, root, concrete_args)
-
-
 def trace_function(module: ModuleType) -> tuple[FunctionType, CodeType]:
     """``Tracer.trace`` of ``torch.fx._symbolic_trace`` and torch's own body of it, below our wraps.
 
@@ -234,6 +227,33 @@ def registered_body(module: ModuleType) -> FunctionType:
     return _inner[function]
 
 
+class _Register:
+    """What the body of ``_registered`` works with."""
+
+    def __init__(self, trace: FunctionType) -> None:
+        self.trace = trace
+        self.depth = lambda: state.depth.get(get_ident(), 0)
+        self.enter = _enter
+        self.leave = _leave
+
+
+# No function below the body: everything that stands on the stack of a trace is read again for each node that make_fx
+# makes.
+def _registered(self: Any, root: Any, concrete_args: Any = None) -> Any:
+    """The body that ``Tracer.trace`` gets."""
+    register: Any = "<replacement>"
+    depth = register.depth()
+    try:
+        register.enter()
+        return register.trace(self, root, concrete_args)
+    finally:
+        try:
+            register.leave(depth)
+        except BaseException:
+            register.leave(depth)  # Ctrl-C on the way: nobody else would
+            raise
+
+
 def register_edit(module: ModuleType) -> Edit:
     """The edit that makes ``Tracer.trace`` enter and leave the register.
 
@@ -247,26 +267,14 @@ def register_edit(module: ModuleType) -> Edit:
     inner = registered_body(module)
     hide = frame_hider()
 
-    def wrap(original: FunctionType) -> Callable[..., Any]:
+    def wrap(original: FunctionType) -> _Register:
         inner.__code__ = original.__code__
-
-        def registered_trace(self: Any, root: Any, concrete_args: Any = None) -> Any:
-            depth = state.depth.get(get_ident(), 0)
-            try:
-                _enter()
-                return inner(self, root, concrete_args)
-            finally:
-                try:
-                    _leave(depth)
-                except BaseException:
-                    _leave(depth)  # Ctrl-C on the way: nobody else would
-                    raise
-
-        hide(registered_trace, _enter, _leave, _wait_for_change)
+        register = _Register(inner)
+        hide(register.depth, _enter, _leave, _wait_for_change)
         events.hide_frames()
-        return registered_trace
+        return register
 
-    return CodeWrap(f"{FX}.Tracer.trace", function, trace_template, wrap)  # type: ignore[arg-type]
+    return CodeWrap(f"{FX}.Tracer.trace", function, _registered, wrap)  # type: ignore[arg-type]
 
 
 def after_fork_in_child() -> None:

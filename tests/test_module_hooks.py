@@ -21,7 +21,7 @@ from support import python
 from torch import nn
 
 from fxsafe.patches import module_hooks
-from fxsafe.patches._slots import MISSING, Places, is_dispatcher, original_of, places
+from fxsafe.patches._slots import MISSING, Places, _Slot, is_dispatcher, original_of, places
 from fxsafe.patches.base import ShapeError
 
 torch.fx.wrap("len")
@@ -278,23 +278,42 @@ def test_someone_elses_patch_over_a_dispatcher_stays():
     assert held() == before
 
 
-def test_an_interrupt_in_the_middle_of_patching_leaves_nothing(monkeypatch):
-    before = held()
+def lines_of_patching():
+    codes = [f.__code__ for f in (Places.put, Places._open, Places._reopen, _Slot.push)]
+    return [(code, line) for code in codes for _, _, line in code.co_lines() if line and line > code.co_firstlineno]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("time", [1, 4])
+def test_an_interrupt_in_the_middle_of_patching_leaves_nothing(time, fresh):
+    interrupted = 0
     with hooks():
-        for steps in range(1, 40):
-            calls = iter(range(10**6))
+        before = held()
+        for where in sorted(set(lines_of_patching()), key=str):
+            seen = 0
+            if fresh:
+                places._closed.clear()
 
-            def interrupted(*args, real=places._write, calls=calls, steps=steps):
-                if next(calls) == steps:
-                    raise KeyboardInterrupt
-                real(*args)
+            def interrupt(frame, event, _, where=where):
+                nonlocal seen, interrupted
+                if event == "line" and (frame.f_code, frame.f_lineno) == where:
+                    seen += 1
+                    if seen == time:
+                        interrupted += 1
+                        raise KeyboardInterrupt
+                return interrupt
 
-            monkeypatch.setattr(places, "_write", interrupted)
-            with pytest.raises(KeyboardInterrupt):
+            previous = sys.gettrace()
+            sys.settrace(interrupt)
+            try:
                 torch.fx.symbolic_trace(hook_faults.Net(free()))
-            monkeypatch.undo()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(previous)
             assert held() == before
             assert len(places) == 0
+    assert interrupted >= 15
 
 
 def test_a_patcher_may_be_left_in_another_thread():

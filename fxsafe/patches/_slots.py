@@ -95,7 +95,8 @@ class _Slot:
         """Take the newest ``new`` off the thread's stack. False if it is not on it."""
         stack = self.stacks.get(ident, [])
         if len(stack) == 1 and stack[0] is new:
-            self.forget(ident)
+            self.tops.pop(ident, None)
+            del self.stacks[ident]
             return True
         for i in range(len(stack) - 1, -1, -1):
             if stack[i] is new:
@@ -181,7 +182,7 @@ class Places:
 
     def seen(self, owner: Any, name: str) -> Any:
         """What ``owner`` itself holds as ``name`` in the eyes of the calling thread; MISSING if nothing."""
-        value = _held(owner).get(name, MISSING)
+        value = (owner if type(owner) is dict else _held(owner)).get(name, MISSING)
         return self._seen(value, owner, name) if type(value) in _DISPATCHERS else value
 
     def _seen(self, value: Any, owner: Any, name: str) -> Any:
@@ -214,13 +215,12 @@ class Places:
         """A copy of a dictionary as the calling thread would see it alone."""
         # A copy in one step: another thread may patch a builtin into it, or take it out, at any time.
         copy = namespace.copy()
-        for name, value in list(copy.items()):
-            if type(value) is FunctionType and LINK in value.__dict__:
-                seen = self._seen(value, namespace, name)
-                if seen is MISSING:
-                    del copy[name]
-                else:
-                    copy[name] = seen
+        for name in [name for name, value in copy.items() if type(value) is FunctionType and LINK in value.__dict__]:
+            seen = self._seen(copy[name], namespace, name)
+            if seen is MISSING:
+                del copy[name]
+            else:
+                copy[name] = seen
         return copy
 
     def dispatchers_of(self, original: Any) -> list[Any]:
@@ -228,12 +228,6 @@ class Places:
         with self.lock:
             slots = [slot for stack in self._slots.values() for slot in stack]
         return [slot.dispatcher for slot in slots if original_of(slot.fallback) is original]
-
-    def _write(self, owner: Any, name: str, value: Any) -> None:
-        if type(owner) is dict and value is not MISSING:
-            owner[name] = value
-            return
-        _store(owner, name, value)
 
     # Changes.
 
@@ -246,18 +240,24 @@ class Places:
         """
         ident, key = get_ident(), (id(owner), name)
         with self.lock:
-            found = _held(owner).get(name, MISSING)
+            found = (owner if type(owner) is dict else _held(owner)).get(name, MISSING)
             slot = self._closed.get(key)
             if slot is not None and slot.found is found and slot.owner is owner and found is not MISSING:
+                # The way that math's fifty functions go in every trace, hence written out.
                 self._reopen(key, slot)
+                slot.stacks[ident] = [new]
+                slot.tops[ident] = new
+                if type(owner) is dict:
+                    owner[name] = slot.dispatcher
+                    return
             else:
                 slot = _slot_of(found) if type(found) in _DISPATCHERS else None
                 if slot is not None and slot.live and slot.owner is owner and slot.name == name:
                     slot.push(ident, new)
                     return
                 slot = self._open(owner, name, _healed(found), fallback)
-            slot.push(ident, new)
-            self._write(owner, name, slot.dispatcher)
+                slot.push(ident, new)
+            _store(owner, name, slot.dispatcher)
 
     def take(self, owner: Any, name: str, new: Any) -> bool:
         """Undo one ``put`` of ``new``, also one that was interrupted half-way.
@@ -265,19 +265,19 @@ class Places:
         Returns:
             False if ``new`` is not in the place, as far as we put it there.
         """
+        ident, key = get_ident(), (id(owner), name)
         with self.lock:
-            slots = self._slots.get((id(owner), name), [])
-            ident = get_ident()
+            slots = self._slots.get(key, [])
             if len(slots) == 1 and slots[0].drop(ident, new):
                 if not slots[0].stacks:
-                    self._close(slots[0])
+                    self._close(slots[0], key)
                 return True
             # Another thread than the one that put it undoes it when a patcher was handed over, or the GC closes it.
             idents = [ident, *(other for slot in slots for other in slot.stacks)]
             dropped = any(slot.drop(other, new) for other in idents for slot in reversed(slots))
             for slot in slots.copy():
                 if not slot.stacks:
-                    self._close(slot)
+                    self._close(slot, key)
             return dropped
 
     def holds(self, owner: Any, name: str, value: Any) -> bool:
@@ -288,7 +288,7 @@ class Places:
         """Drop all replacements of other threads, and the lock: for a forked child."""
         self.lock = threading.RLock()
         me = get_ident()
-        for slots in list(self._slots.values()):
+        for key, slots in list(self._slots.items()):
             for slot in list(reversed(slots)):
                 for ident in list(slot.stacks):
                     if ident != me:
@@ -297,11 +297,14 @@ class Places:
                     if ident not in slot.stacks:
                         slot.forget(ident)
                 if not slot.stacks:
-                    self._close(slot)
+                    self._close(slot, key)
 
     def _reopen(self, key: tuple[int, str], slot: _Slot) -> None:
         slot.live = True
-        self._slots.setdefault(key, []).append(slot)
+        if key in self._slots:
+            self._slots[key].append(slot)
+        else:
+            self._slots[key] = [slot]
         self._closed.pop(key, None)
         self.opened += 1
 
@@ -352,16 +355,19 @@ class Places:
         dispatcher.__dict__[LINK] = slot
         return dispatcher
 
-    def _close(self, slot: _Slot) -> None:
+    def _close(self, slot: _Slot, key: tuple[int, str]) -> None:
         owner, name, found = slot.owner, slot.name, slot.found
-        if _held(owner).get(name, MISSING) is slot.dispatcher:
-            self._write(owner, name, _healed(found) if type(found) in _DISPATCHERS else found)
+        if (owner if type(owner) is dict else _held(owner)).get(name, MISSING) is slot.dispatcher:
+            value = _healed(found) if type(found) in _DISPATCHERS else found
+            if type(owner) is dict and value is not MISSING:
+                owner[name] = value
+            else:
+                _store(owner, name, value)
         slot.live = False
-        key = (id(owner), name)
         slots = self._slots.get(key, [])
-        if slot in slots:
+        if len(slots) > 1:
             slots.remove(slot)
-        if not slots:
+        else:
             self._slots.pop(key, None)
             if _is_permanent(owner):
                 self._closed[key] = slot
@@ -371,7 +377,7 @@ def _is_permanent(owner: Any) -> bool:
     """Whether the owner is an imported module's dictionary or a class found in one; others we must not keep alive."""
     if isinstance(owner, dict):
         name = owner.get("__name__")
-        return isinstance(name, str) and _held(sys.modules.get(name)) is owner
+        return type(name) is str and getattr(sys.modules.get(name), "__dict__", None) is owner
     if isinstance(owner, type):
         return _held(sys.modules.get(owner.__module__)).get(owner.__name__) is owner
     return False

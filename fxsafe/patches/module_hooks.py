@@ -22,6 +22,7 @@ This file can be deleted when upstream's hooks are per thread in the oldest rele
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
@@ -116,11 +117,22 @@ def _wrapping(fx: Any) -> dict[FunctionType, Callable[..., Any]]:
         for cls, name in list(fx._wrapped_methods_to_patch):
             patcher.patch_method(cls, name, fx._create_wrapped_method(cls, name))
 
+    # Every trace wraps the fifty functions of math: their wrappers and records, alike in each trace, are kept.
+    kept: dict[tuple[object, str], Any] = {}
+
     def autowrap_check(patcher: Any, frame_dict: Any, function_ids: Any) -> None:
         if patcher.visit_once(frame_dict):
+            create, is_math, made = fx._create_wrapped_func, frame_dict is vars(math), patcher.patches_made
             for name, value in places.snapshot(frame_dict).items():
                 if id(value) in function_ids and not name.startswith("_") and callable(value):
-                    patcher.patch(frame_dict, name, fx._create_wrapped_func(value))
+                    record = kept.get((create, name)) if is_math else None
+                    if record is not None and record.orig_fn is value:
+                        made.append(record)
+                        places.put(frame_dict, name, record.new_fn, value)
+                        continue
+                    patcher.patch(frame_dict, name, create(value))
+                    if is_math and made and made[-1].orig_fn is value:
+                        kept[create, name] = made[-1]
 
     def create_wrapped_method(cls: Any, name: str) -> Any:
         orig_fn = places.seen_attribute(cls, name)
@@ -150,13 +162,14 @@ def _patcher_methods(fx: Any) -> dict[str, Callable[..., Any]]:
         if there is MISSING:
             if not hasattr(fx.builtins, name):
                 raise KeyError(name)
+            there = None
             record = fx._PatchedFnDel(frame_dict, name, None, new_fn)
         elif getattr(there, "__fx_already_patched", False):
             return
         else:
             record = fx._PatchedFnSetItem(frame_dict, name, there, new_fn)
         self.patches_made.append(record)
-        record.patch()
+        places.put(frame_dict, name, new_fn, there)  # what record.patch() does
 
     def patch_method(self: Any, cls: Any, name: str, new_fn: Any, deduplicate: bool = True) -> None:
         new_fn._Patcher__fx_already_patched = deduplicate

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from _thread import get_ident
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from fxsafe.edits import CodeSwap, CodeWrap, Edit, ModuleProperties, code_with_c
 from fxsafe.observe import events
 from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
 from fxsafe.shapes import Shape, own_function, require, shape_of
-from fxsafe.traces import FX, lock, registered_body, state, trace_function, trace_template
+from fxsafe.traces import FX, lock, registered_body, state, trace_function
 
 if TYPE_CHECKING:
     import torch
@@ -155,29 +155,44 @@ def _predicate_edits(module: ModuleType) -> list[Edit]:
     return edits
 
 
+class _Flagged:
+    """What the body of ``_flagged`` works with."""
+
+    def __init__(self, trace: FunctionType, kept: _Global) -> None:
+        self.trace = trace
+        self.flag = flag
+        self.set_flag = set_flag
+        self.marked = _marked
+        self.get_ident = get_ident
+        self.tidy = kept.tidy
+
+
+def _flagged(self: Any, root: Any, concrete_args: Any = None) -> Any:
+    """The body that ``Tracer.trace`` gets, below the register of traces."""
+    parts: Any = "<replacement>"
+    previous = parts.flag.tracing
+    try:
+        parts.set_flag(True)
+        return parts.trace(self, root, concrete_args)
+    finally:
+        # Not by a call: Ctrl-C may come in front of a function's first line.
+        parts.flag.tracing = previous
+        if not previous:
+            parts.marked.discard(parts.get_ident())
+        parts.tidy()
+
+
 def _trace_edit(module: ModuleType, kept: _Global) -> Edit:
     _, body = trace_function(module)
     hide = frame_hider()
     if shape_of(body).writes != {_NAME}:
         raise ShapeError(f"{FX}.Tracer.trace has an unknown shape: {shape_of(body)}")
 
-    def wrap(original: FunctionType) -> Callable[..., Any]:
-        def flagged_trace(self: Any, root: Any, concrete_args: Any = None) -> Any:
-            previous = flag.tracing
-            try:
-                set_flag(True)
-                return original(self, root, concrete_args)
-            finally:
-                # Not by a call: Ctrl-C may come in front of a function's first line.
-                flag.tracing = previous
-                if not previous:
-                    _marked.discard(get_ident())
-                kept.tidy()
+    def wrap(original: FunctionType) -> _Flagged:
+        hide(set_flag, _Marked.avoided)
+        return _Flagged(original, kept)
 
-        hide(flagged_trace, set_flag, _Marked.avoided)
-        return flagged_trace
-
-    return CodeWrap(f"{FX}.Tracer.trace", registered_body(module), trace_template, wrap)  # type: ignore[arg-type]
+    return CodeWrap(f"{FX}.Tracer.trace", registered_body(module), _flagged, wrap)  # type: ignore[arg-type]
 
 
 def is_fixed_upstream(module: ModuleType) -> bool:
