@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
 
-__all__ = ["NEWEST", "OLDEST", "Verdict", "ask", "release_doubt"]
+__all__ = ["NEWEST", "OLDEST", "Verdict", "ask", "predates", "release_doubt"]
 
 OLDEST = (2, 5)
 NEWEST = (2, 15)
@@ -67,6 +67,15 @@ def release_doubt(torch_version: str) -> tuple[str, str] | None:
     if release > NEWEST:
         return "active", f"torch {torch_version} is newer than the newest tested one; {supported}"
     return None
+
+
+def predates(patch: Patch, torch_version: str) -> Verdict | None:
+    """The verdict for a release that is older than what the patch changes: its modules will never be imported."""
+    release = _release(torch_version)
+    if release is None or release >= patch.since:
+        return None
+    since = ".".join(map(str, patch.since))
+    return Verdict("not-needed", f"torch {torch_version} does not have what it changes, which came with {since}")
 
 
 def ask(patch: Patch, modules: Mapping[str, ModuleType], torch_version: str) -> Verdict:

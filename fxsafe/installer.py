@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 from fxsafe import imports, traces
 from fxsafe.edits import Edit
 from fxsafe.errors import FxsafeError, FxsafeWarning, UnsupportedTorchError
-from fxsafe.gate import Verdict, ask, release_doubt
+from fxsafe.gate import Verdict, ask, predates, release_doubt
 from fxsafe.observe import events, watchdog
 from fxsafe.patches import CATALOGUE, FIXES
 from fxsafe.patches.base import Patch, Plan, ShapeError
@@ -309,6 +309,7 @@ def _verdicts(request: _Request, patches: Iterable[Patch]) -> dict[str, Verdict]
     """What the gate says of each patch; warns or raises for doubts. Changes nothing."""
     verdicts = {}
     trouble = _register_trouble()
+    version = _torch_version()
     for patch in patches:
         modules: dict[str, ModuleType | None] = {name: imports.ready(name) for name in patch.modules}
         missing = [name for name, module in modules.items() if module is None]
@@ -316,8 +317,10 @@ def _verdicts(request: _Request, patches: Iterable[Patch]) -> dict[str, Verdict]
             verdict = Verdict("disabled", request.disabled[patch.name])
         elif missing:
             verdict = Verdict("waiting", f"waits for the import of {', '.join(missing)}")
+            if version is not None:
+                verdict = predates(patch, version) or verdict
         else:
-            verdict = ask(patch, modules, str(_torch_version()))  # type: ignore[arg-type]
+            verdict = ask(patch, modules, str(version))  # type: ignore[arg-type]
             if verdict.plan is not None and trouble is not None:
                 verdict = Verdict("unsupported", trouble, doubt=True)
         verdicts[patch.name] = verdict

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import importlib.util
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.fx._symbolic_trace as st
 
-from fxsafe.gate import ask, release_doubt
+import fxsafe
+from fxsafe.gate import ask, predates, release_doubt
 from fxsafe.patches import CATALOGUE
 from fxsafe.patches.base import NotNeeded, Patch, Plan
 from fxsafe.shapes import Shape, ShapeError, own_function, require, shape_of
@@ -75,6 +77,22 @@ def test_release_and_shape_together_decide(version, plan, status, doubt):
     verdict = ask(_patch(plan), {FX: st}, version)
     assert (verdict.status, verdict.doubt, verdict.plan is not None) == (status, doubt, status == "active")
     assert verdict.reason or version == "2.13.0"
+
+
+@pytest.mark.parametrize(("version", "needed"), [("2.8.0+cu126", False), ("2.9.0a0+git1", True), ("odd", True)])
+def test_what_came_with_a_later_release_is_not_waited_for(version, needed):
+    verdict = predates(replace(_patch(lambda m: Plan([])), since=(2, 9)), version)
+    assert (verdict is None) == needed
+    if verdict is not None:
+        assert verdict.status == "not-needed"
+        assert "came with 2.9" in verdict.reason
+
+
+def test_no_patch_waits_for_a_module_that_this_torch_does_not_have():
+    with fxsafe.install():
+        waiting = {status["name"] for status in fxsafe.info() if status["status"] == "waiting"}
+    absent = [m for p in CATALOGUE if p.name in waiting for m in p.modules if importlib.util.find_spec(m) is None]
+    assert not absent
 
 
 def test_the_shape_of_a_function_is_its_parameters_and_the_globals_it_reads_and_writes():

@@ -46,6 +46,7 @@ class Patch:
         faults: names of the programs in ``fxsafe.doctor.faults`` that it cures.
         quiet: whether it may be applied and undone only while no thread traces.
         after_fork_in_child: brings its state in order in a forked child, where only this thread lives on.
+        since: the first release, major and minor, that has all of ``modules``.
     """
 
     name: str
@@ -57,3 +58,4 @@ class Patch:
     faults: tuple[str, ...] = ()
     quiet: bool = True
     after_fork_in_child: Callable[[], None] | None = None
+    since: tuple[int, int] = (0, 0)

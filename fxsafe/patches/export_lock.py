@@ -110,4 +110,5 @@ AOT_PATCH = Patch(
     modules=("torch", FX, AOT_COMPILE),
     plan=_aot_plan,
     quiet=False,
+    since=(2, 9),
 )
