@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch._dynamo.utils as dynamo_utils
 from locks_support import applied
 from support import trace_elsewhere
 from torch import nn
+
+from fxsafe.patches._slots import places
 
 X = torch.ones(3, 4)
 
@@ -36,7 +39,9 @@ def traces_begin_or_end_after_each_look(monkeypatch: pytest.MonkeyPatch) -> Iter
 
     def changing(owner: Any, name: str, *default: Any) -> Any:
         found = look(owner, name, *default)
-        if name == "__getattr__" and isinstance(owner, type) and issubclass(owner, nn.Module):
+        # Nothing begins or ends while Dynamo writes its guards.
+        ours = name == "__getattr__" and isinstance(owner, type) and issubclass(owner, nn.Module)
+        if ours and not places.lock._is_owned():
             looks.append(1)
             if len(looks) % 2:
                 running.enter_context(trace_elsewhere())
@@ -93,3 +98,75 @@ def test_dynamos_functions_are_its_own_afterwards() -> None:
     with applied("module-hooks", "dynamo-hooks"):
         assert dynamo_utils.get_custom_getattr.__code__ is not code
     assert dynamo_utils.get_custom_getattr.__code__ is code
+
+
+# Guards.
+
+
+def a_leaf(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+torch.fx.wrap("a_leaf")
+
+
+def calls_what_traces_replace(x: torch.Tensor) -> torch.Tensor:
+    return a_leaf(x) * math.sqrt(4)
+
+
+FLAG = ("tracing-flag",) if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14) else ()
+
+
+@pytest.mark.parametrize("patches", [(*FLAG, "module-hooks"), (*FLAG, "module-hooks", "dynamo-hooks")])
+def test_a_trace_may_end_before_dynamo_writes_its_guards(patches: tuple[str, ...]) -> None:
+    running = contextlib.ExitStack()
+    graphs = []
+
+    def backend(module: Any, _: Any) -> Any:
+        graphs.append(module)
+        running.close()
+        return module.forward
+
+    def call() -> Any:
+        try:
+            return compiled(X)
+        except torch._dynamo.exc.InternalTorchDynamoError as error:
+            return str(error)
+
+    right = calls_what_traces_replace(X)
+    before = a_leaf
+    with applied(*patches), running:
+        running.enter_context(trace_elsewhere())
+        compiled = torch.compile(calls_what_traces_replace, backend=backend)
+        found = call()
+        if "dynamo-hooks" not in patches and isinstance(found, str):
+            assert "'function' object has no attribute '_torchdynamo_inline'" in found
+            return
+        assert torch.equal(found, right)
+        assert a_leaf is before
+        # At most one graph for a place with a trace elsewhere, and one for a place without.
+        assert torch.equal(call(), right)
+        with trace_elsewhere():
+            assert torch.equal(call(), right)
+        assert torch.equal(call(), right)
+        assert len(graphs) <= 2
+    torch._dynamo.reset()
+    if "dynamo-hooks" not in patches:
+        pytest.skip("a compile does not fail of it on this torch")
+
+
+def test_no_place_is_patched_while_dynamo_writes_and_tries_its_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = torch._dynamo.guards.CheckFunctionManager
+    owned = []
+    compile_check = manager.compile_check_fn
+
+    def looking(self: Any, *args: Any) -> Any:
+        owned.append(places.lock._is_owned())
+        return compile_check(self, *args)
+
+    monkeypatch.setattr(manager, "compile_check_fn", looking)
+    with applied("module-hooks", "dynamo-hooks"):
+        assert torch.equal(torch.compile(calls_what_traces_replace, backend="eager")(X), calls_what_traces_replace(X))
+    assert owned == [True]
+    assert not places.lock._is_owned()
+    torch._dynamo.reset()

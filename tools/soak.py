@@ -12,6 +12,7 @@ import gc
 import io
 import json
 import logging
+import math
 import os
 import pickle
 import random
@@ -33,7 +34,9 @@ import torch.fx
 import torch.fx._symbolic_trace as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxsafe
 
@@ -55,6 +58,15 @@ class Block(nn.Module):
         for linear in self.linears:
             x = torch.relu(linear(x)) * self.scale
         return a_leaf(x)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [n, 8]
+        return torch.relu(x * self.scale).sum(-1)
 
 
 class Raises(nn.Module):
@@ -156,6 +168,54 @@ def work_cond_backward() -> Any:
     return tensors(x.grad)
 
 
+def work_jvp() -> Any:
+    return tensors(*torch.func.jvp(lambda x: (x * x).sin().sum(), (X,), (X + 1,)))
+
+
+def work_hessian() -> Any:
+    return tensors(torch.func.hessian(lambda x: (x**3).sum())(X[0]))
+
+
+def work_vmap_grad() -> Any:
+    return tensors(torch.func.vmap(torch.func.grad(lambda x: x.sin().sum()))(X))
+
+
+def work_flop_counter() -> Any:
+    with FlopCounterMode(display=False) as counter:
+        BLOCK(X)
+    return counter.get_total_flops()
+
+
+def work_stance() -> Any:
+    graphs: list[Any] = []
+    function = torch.compile(again(unbroken), backend=lambda module, _: graphs.append(module) or module.forward)
+    with torch.compiler.set_stance("force_eager"):
+        eager = tensors(function(X))
+    return eager, tensors(function(X)), len(graphs)
+
+
+def work_export(strict: bool) -> Any:
+    program = torch.export.export(Plain(), (X,), strict=strict)
+    return program.graph_module.code, tensors(program.module()(X))
+
+
+def work_export_file() -> Any:
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Plain(), (X,), strict=False), file)
+    file.seek(0)
+    return tensors(torch.export.load(file).module()(X))
+
+
+def work_adam() -> Any:
+    block = Block()
+    optimizer = torch.optim.Adam(block.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        block(X).square().sum().backward()
+        optimizer.step()
+    return tensors(*block.parameters())
+
+
 def work_eager() -> Any:
     with torch.no_grad():
         return tensors(BLOCK(X))
@@ -190,6 +250,15 @@ WORK: dict[str, Callable[[], Any]] = {
     "compiled training step": lambda: work_train(True),
     "checkpointed step": work_checkpoint,
     "cond forward and backward": work_cond_backward,
+    "Adam steps": work_adam,
+    "jvp": work_jvp,
+    "hessian": work_hessian,
+    "vmap of grad": work_vmap_grad,
+    "flop counter": work_flop_counter,
+    "stance": work_stance,
+    "export": lambda: work_export(False),
+    "strict export": lambda: work_export(True),
+    "export, save and load": work_export_file,
     "eager call": work_eager,
     "autocast": work_autocast,
     "exception in a trace": work_exception,
@@ -203,6 +272,11 @@ def places() -> dict[str, Any]:
         "a_leaf": globals()["a_leaf"],
         "CURRENT_PATCHER": st.CURRENT_PATCHER,
         "is_fx_tracing": st.is_fx_tracing(),
+        "dispatch mode": _python_dispatch.is_in_torch_dispatch_mode(),
+        "is_compiling": torch.compiler.is_compiling(),
+        "is_exporting": getattr(torch.compiler, "is_exporting", bool)(),
+        "builtins.max": max,
+        "math.pow": math.pow,
         "autograd multithreading": torch._C._is_multithreading_enabled(),
     }
 

@@ -21,6 +21,8 @@ import builtins
 import sys
 import threading
 from _thread import get_ident
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
@@ -215,7 +217,12 @@ class Places:
         """A copy of a dictionary as the calling thread would see it alone."""
         # A copy in one step: another thread may patch a builtin into it, or take it out, at any time.
         copy = namespace.copy()
-        for name in [name for name, value in copy.items() if type(value) is FunctionType and LINK in value.__dict__]:
+        # Loops, and no comprehension: that is a frame, which Dynamo would compile.
+        found = []
+        for name, value in copy.items():
+            if type(value) is FunctionType and LINK in value.__dict__:
+                found.append(name)
+        for name in found:
             seen = self._seen(copy[name], namespace, name)
             if seen is MISSING:
                 del copy[name]
@@ -280,6 +287,28 @@ class Places:
                     self._close(slot, key)
             return dropped
 
+    @contextmanager
+    def standing(self, names: Sequence[str]) -> Iterator[None]:
+        """Nothing is patched or put back in the block, and what has been patched under one of these names seems so.
+
+        Args:
+            names: texts in which the names of places occur.
+        """
+        with self.lock:
+            shown = [slot for slot in self._closed.values() if any(slot.name in text for text in names)]
+            try:
+                for slot in shown:
+                    if self.holds(slot.owner, slot.name, slot.found):
+                        _store(slot.owner, slot.name, slot.dispatcher)
+                yield
+            finally:
+                for slot in shown:
+                    self._hide(slot)
+
+    def _hide(self, slot: _Slot) -> None:
+        if not slot.live and self.holds(slot.owner, slot.name, slot.dispatcher):
+            _store(slot.owner, slot.name, slot.found)
+
     def holds(self, owner: Any, name: str, value: Any) -> bool:
         """Whether the place holds this very object, without a dispatcher."""
         return _held(owner).get(name, MISSING) is value
@@ -288,6 +317,8 @@ class Places:
         """Drop all replacements of other threads, and the lock: for a forked child."""
         self.lock = threading.RLock()
         me = get_ident()
+        for slot in self._closed.values():
+            self._hide(slot)
         for key, slots in list(self._slots.items()):
             for slot in list(reversed(slots)):
                 for ident in list(slot.stacks):

@@ -1,16 +1,23 @@
 """F2 beside Dynamo: a compile in one thread takes modules for patched while another thread traces.
 
-The race: Dynamo keeps ``nn.Module.__call__`` and ``__getattr__`` as it saw them at its import, and asks of every module
-whether it still has these very objects. While another thread traces, ``module_hooks`` has dispatchers there; Dynamo
-would go through the bodies of the originals instead of its short cuts, and the same operations would come out with
-other names (a strict export's ``p_lin_weight`` as ``p___dict_____modules______lin_weight``) and in another order of
-inputs.
+The race: Dynamo keeps ``nn.Module.__call__`` and ``__getattr__`` as it saw them at its import, and asks of every
+module whether it still has these very objects. While another thread traces, ``module_hooks`` has dispatchers there;
+Dynamo would go through the bodies of the originals instead of its short cuts, and the same operations would come out
+with other names (a strict export's ``p_lin_weight`` as ``p___dict_____modules______lin_weight``) and in another order
+of inputs.
+
+The other race: Dynamo writes its guards at the end of a compile, for what it has found at the beginning. Of a
+dispatcher it has found ``_torchdynamo_inline``; if the trace is over by then, the place holds a function without it
+and the compile fails ("'function' object has no attribute '_torchdynamo_inline'"). Then it tries the guards once: a
+dispatcher that comes in between makes them fail.
 
 Upstream: pytorch#112775. Releases: 2.5 to 2.15.
 
 Why this place is enough: each function of Dynamo's that compares with one of the two gets its own body again with the
 comparison made by ``_Comparison``, which takes both sides for what the calling thread would see alone. What stands in
-the place when each side is read does not matter then: a trace may begin or end between the two.
+the place when each side is read does not matter then: a trace may begin or end between the two. Guards are written
+while nothing is patched or put back, with the dispatchers that the compile has found in their places; these call the
+originals.
 
 This file can be deleted together with ``module_hooks``.
 """
@@ -18,23 +25,27 @@ This file can be deleted together with ``module_hooks``.
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 from fxsafe.dynamo import frame_hider
-from fxsafe.edits import CodeSwap, Edit
+from fxsafe.edits import AttributeSwap, CodeSwap, Edit
 from fxsafe.patches._slots import places
 from fxsafe.patches.base import Patch, Plan, ShapeError
+from fxsafe.shapes import own_function, shape_of
 from fxsafe.thread_globals import PLACEHOLDER, functions_of, nested, rewritten
 
 __all__ = ["PATCH"]
 
 _UTILS = "torch._dynamo.utils"
+_GUARDS = "torch._dynamo.guards"
 _NAMES = {"unpatched_nn_module_call": "__call__", "unpatched_nn_module_getattr": "__getattr__"}
 _MODULES = (
     _UTILS,
-    "torch._dynamo.guards",
+    _GUARDS,
     "torch._dynamo.convert_frame",
     "torch._dynamo.variables.nn_module",
     "torch._dynamo.variables.user_defined",
@@ -91,6 +102,26 @@ def _edits(module: ModuleType) -> Iterator[Edit]:
                 yield CodeSwap(where, function, code)
 
 
+def _guards_edit(guards: ModuleType) -> tuple[Edit, Any]:
+    where = f"{_GUARDS}.CheckFunctionManager.__init__"
+    manager = vars(guards).get("CheckFunctionManager")
+    if not isinstance(manager, type):
+        raise ShapeError(f"{_GUARDS}.CheckFunctionManager does not exist")
+    original = own_function(manager, "__init__")
+    if "output_graph" not in shape_of(original.__code__).parameters:
+        raise ShapeError(f"{where} takes no output_graph")
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        graph = signature.bind(self, *args, **kwargs).arguments.get("output_graph")
+        guarded = (guard.name for guard in getattr(graph, "guards", None) or ())
+        with places.standing([name for name in guarded if "_torchdynamo_inline" in name]):
+            original(self, *args, **kwargs)
+
+    return AttributeSwap(where, manager, "__init__", init), init
+
+
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     utils = modules[_UTILS]
     if not any(name in vars(utils) for name in _NAMES):
@@ -98,8 +129,9 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     edits = [edit for name in _MODULES for edit in _edits(modules[name])]
     if not any(edit.target.startswith(f"{_UTILS}.") for edit in edits):
         raise ShapeError(f"{_UTILS} compares with no __getattr__ of torch.nn.Module")
-    frame_hider()(_Comparison.same, type(places).seen_value)
-    return Plan(edits)
+    guards_edit, init = _guards_edit(modules[_GUARDS])
+    frame_hider()(_Comparison.same, type(places).seen_value, init)
+    return Plan([*edits, guards_edit])
 
 
 PATCH = Patch(

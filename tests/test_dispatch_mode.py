@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from locks_support import applied
+from support import SOON_S, Task, X
+from torch.utils import _python_dispatch as dispatch
+from torch.utils.flop_counter import FlopCounterMode
+
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+NAMES = [name for name in vars(dispatch) if name.startswith("_is_in_")]
+
+
+@contextmanager
+def mode_elsewhere() -> Iterator[threading.Event]:
+    """Another thread is inside a mode; the event lets it out."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with FlopCounterMode(display=False):
+            inside.set()
+            leave.wait(SOON_S)
+
+    task = Task(hold)
+    assert inside.wait(SOON_S)
+    try:
+        yield leave
+    finally:
+        leave.set()
+        task.result()
+
+
+def graphs() -> int:
+    seen: list[Any] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        seen.append(module)
+        return module.forward
+
+    # A code object of its own: Dynamo remembers for good which ones it has skipped.
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    compiled = torch.compile(types.FunctionType(add.__code__.replace(), globals()), backend=backend)
+    for _ in range(2):
+        assert torch.equal(compiled(X), X + 1)
+    return len(seen)
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    before = {name: vars(dispatch)[name] for name in NAMES}
+    yield
+    vars(dispatch).update(before)  # what the canaries leave
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("patches", [(), ("dispatch-mode",)])
+def test_a_function_compiles_beside_another_threads_mode(patches: tuple[str, ...]) -> None:
+    with applied(*patches), mode_elsewhere():
+        assert dispatch.is_in_torch_dispatch_mode() is (not patches)
+        assert graphs() == (0 if not patches and RELEASE <= (2, 10) else 1)
+
+
+@pytest.mark.parametrize("patches", [(), ("dispatch-mode",)])
+def test_modes_that_overlap_leave_nothing(patches: tuple[str, ...]) -> None:
+    with applied(*patches):
+        with mode_elsewhere() as leave:
+            with mode_elsewhere():
+                leave.set()
+        with mode_elsewhere() as leave_first:
+            second = mode_elsewhere()
+            leave_second = second.__enter__()
+            leave_first.set()
+        leave_second.set()
+        second.__exit__(None, None, None)
+        assert dispatch.is_in_torch_dispatch_mode() is (not patches)
+        assert graphs() == (0 if not patches and RELEASE <= (2, 10) else 1)
+    assert not patches or not any(vars(dispatch)[name] for name in NAMES)
+
+
+def test_the_modes_of_one_thread_are_as_ever() -> None:
+    with applied("dispatch-mode"), pytest.raises(ArithmeticError):
+        with FlopCounterMode(display=False) as counter:
+            assert dispatch.is_in_torch_dispatch_mode()
+            assert dispatch.is_in_torch_dispatch_mode(include_infra_modes=False)
+            with FlopCounterMode(display=False):
+                torch.ones(2, 2) @ torch.ones(2, 2)
+            assert dispatch.is_in_torch_dispatch_mode()
+            assert counter.get_total_flops() > 0
+            raise ArithmeticError
+    assert not dispatch.is_in_torch_dispatch_mode()
+
+
+def test_who_installs_inside_a_mode_stays_inside() -> None:
+    with FlopCounterMode(display=False):
+        with applied("dispatch-mode"):
+            assert dispatch.is_in_torch_dispatch_mode()
+        assert dispatch.is_in_torch_dispatch_mode()
+    assert not dispatch.is_in_torch_dispatch_mode()
