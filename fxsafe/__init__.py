@@ -5,6 +5,7 @@
 
 TYPE_CHECKING = False  # typing itself would be most of the time that this import takes
 if TYPE_CHECKING:
+    from fxsafe import settings
     from fxsafe.errors import FxsafeError, FxsafeWarning, UnsupportedTorchError
     from fxsafe.installer import Installation, PatchInfo, info, install, installed, is_installed, uninstall
     from fxsafe.observe.recorder import Recording, record
@@ -21,6 +22,7 @@ __all__ = [
     "installed",
     "is_installed",
     "record",
+    "settings",
     "uninstall",
 ]
 
@@ -33,6 +35,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
+    if name == "settings":
+        return importlib.import_module("fxsafe.settings")
     where = "fxsafe.observe.recorder" if name in ("Recording", "record") else "fxsafe.installer"
     module = importlib.import_module(where)
     value: object = getattr(module, name)

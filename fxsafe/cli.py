@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(2, f"{command}: unrecognized arguments: {' '.join(unknown)} (see {command} --help)\n")
     try:
         if options.command == "info":
-            return _info(options.fix, options.json)
+            return _info(options.fix, options.json, options.verbose)
         if options.command == "doctor":
             from fxsafe.doctor import examine
 
@@ -161,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--strict", action="store_true", help="refuse to run on a torch that a patch does not know")
     info = add("info", "show what fxsafe does to the installed torch", "Show each patch and its status on this torch.")
+    info.add_argument("--verbose", action="store_true", help="with the places it changes and upstream's links")
     doctor = add("doctor", "try the known faults on the installed torch", _DOCTOR_HELP)
     doctor.add_argument(
         "--timeout", type=_positive, default=120.0, metavar="S", help="seconds for one try; default: 120"
@@ -173,17 +175,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
     if not number > 0:
-        raise argparse.ArgumentTypeError("must be more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return number
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def _version() -> str:
@@ -210,7 +214,7 @@ def _split_run(words: list[str]) -> tuple[list[str], list[str]]:
     return words, []
 
 
-def _info(fix: str, as_json: bool) -> int:
+def _info(fix: str, as_json: bool, verbose: bool) -> int:
     fxsafe.install(fix)
     if importlib.util.find_spec("torch") is None:
         raise FxsafeError(f"torch is not installed for {sys.executable}")
@@ -231,27 +235,32 @@ def _info(fix: str, as_json: bool) -> int:
     print(f"fxsafe {_version()} on torch {torch.__version__}, fix {fix}")
     counts = collections.Counter(record["status"] for record in records)
     print(", ".join(f"{number} {status}" for status, number in counts.most_common()))
+    summaries = {patch.name: patch.summary for patch in CATALOGUE}
+    print()
     for record in records:
-        print()
-        print(_block(record))
+        print(_block(record, summaries[record["name"]], verbose))
     return 0
 
 
-def _block(record: Mapping[str, Any]) -> str:
-    """One patch for people: its name and status, and below them whatever there is to say about it."""
-    lines = [f"{record['name']}: {record['status']}"]
-    for key in ("reason", "target", "upstream", "counters"):
-        text = _plain(record.get(key))
-        if text:
-            lines += textwrap.wrap(
-                f"{key + ':':<10}{text}",
-                110,
-                initial_indent="  ",
-                subsequent_indent=" " * 12,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+def _block(record: Mapping[str, Any], summary: str, verbose: bool) -> str:
+    """One patch for people: its name and status, what it does or why it does not, and more where it is asked for."""
+    width = shutil.get_terminal_size((110, 24)).columns
+    head = f"{record['name']:<21}{record['status']:<12}"
+    lines = _wrapped(head, _plain(record["reason"]) or summary, width)
+    for key in ("target", "upstream") if verbose else ():
+        if text := _plain(record.get(key)):
+            lines += _wrapped(" " * 21 + f"{key + ':':<12}", text, width)
     return "\n".join(lines)
+
+
+def _wrapped(head: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        head + text,
+        max(width, 60),
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _plain(value: object) -> str:

@@ -72,7 +72,22 @@ def code_with_constants(function: FunctionType, constants: dict[str, Any], like:
     }
     if hasattr(code, "co_qualname"):  # Python 3.11
         fields["co_qualname"] = like.co_qualname
-    return code.replace(**fields)
+    return one_of_equals(code.replace(**fields))
+
+
+_codes: dict[tuple[CodeType, str], CodeType] = {}  # the file does not count where code objects are compared
+
+
+def one_of_equals(code: CodeType) -> CodeType:
+    """The first code object of the process that equals this one, constants included.
+
+    Dynamo guards on the identity of the code that it went through: an installation that follows another one must bring
+    the same objects, or everything that was compiled is compiled again.
+    """
+    try:
+        return _codes.setdefault((code, code.co_filename), code)
+    except TypeError:  # a constant that cannot be hashed
+        return code
 
 
 def copy_function(function: FunctionType) -> FunctionType:

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from fxsafe import imports, traces
@@ -110,6 +110,7 @@ class Installation:
     def __init__(self, fix: str, stall_after: float | None = None) -> None:
         self.fix = fix
         self.stall_after = stall_after
+        self.origin = _origin()
 
     def uninstall(self, timeout: float = QUIET_TIMEOUT_S) -> None:
         """Give this installation back; the last one out restores every original object.
@@ -120,9 +121,11 @@ class Installation:
             timeout: the longest wait, in seconds, for traces that run on other threads.
 
         Raises:
-            FxsafeError: this thread is inside a trace, or another thread's trace outlasted ``timeout``. The
-                installation is then as it was, and ``uninstall`` can be called again.
+            FxsafeError: ``timeout`` is no number of seconds; this thread is inside a trace, or another thread's trace
+                outlasted ``timeout``. The installation is then as it was, and ``uninstall`` can be called again.
         """
+        if not isinstance(timeout, (int, float)) or not timeout >= 0:
+            raise FxsafeError(f"uninstall(timeout=...) is a number of seconds, not {timeout!r}")
         try:
             self._uninstall(timeout)
         finally:
@@ -148,6 +151,12 @@ class Installation:
                         _reset_if_last()
 
     def __enter__(self) -> Installation:
+        """
+        Raises:
+            FxsafeError: it was given back before; the block would run without it.
+        """
+        if self not in _state.handles:
+            raise FxsafeError("this installation was given back; call fxsafe.install() again")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
@@ -157,8 +166,25 @@ class Installation:
         return f"<fxsafe.Installation fix={self.fix!r} {'open' if self in _state.handles else 'given back'}>"
 
 
+def _origin() -> str:
+    """Whose line it is that installs, as file and line."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("fxsafe", "contextlib"):
+        if frame.f_globals["__name__"] == "fxsafe.cli":
+            return "python -m fxsafe run"
+        frame = frame.f_back
+    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def _env_flag(name: str) -> bool:
-    return os.environ.get(name, "").strip().lower() not in ("", *_OFF)
+    """
+    Raises:
+        FxsafeError: the variable says neither yes nor no.
+    """
+    text = os.environ.get(name, "").strip()
+    if text.lower() not in ("", *_OFF, *_ON):
+        raise FxsafeError(f"{name}={text!r} is neither one of {', '.join(_ON)} nor one of {', '.join(_OFF)}")
+    return text.lower() in _ON
 
 
 def _names(where: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -217,7 +243,8 @@ def install(
             call is never refused because of FX tracing, not even inside one's own trace.
         patches: names of the patches to apply; None for all that go with ``fix``.
         strict: raise where a patch would be left out or is untested on this torch, instead of warning. None reads
-            the environment variable ``FXSAFE_STRICT``.
+            the environment variable ``FXSAFE_STRICT``. What is left out when a module of torch is imported later is
+            warned about only: the import must not fail by it.
         stall_after: seconds after which a wait for Dynamo's lock or for traces to end, or a trace that does not end,
             is reported on stderr with the stacks of whoever waits and whoever is waited for. None reads the
             environment variable ``FXSAFE_STALL_AFTER``; nothing is watched if that is unset. Of several
@@ -238,6 +265,7 @@ def install(
     if request.strict and torch_version is None and any(request.wants(p) for p in CATALOGUE):
         _refuse_by_metadata()
     with traces.lock:
+        traces.refuse_inside_change("fxsafe.install()")
         while traces.state.changing and not _state.handles and not traces.in_flight_here():
             traces.changed.wait()
         if _state.handles:
@@ -300,8 +328,8 @@ def _join(request: _Request) -> None:
             if what == "patches":
                 old, new = (names if names is not None else "all that go with the fix" for names in (old, new))
             raise FxsafeError(
-                f"fxsafe is installed with {what}={old!r} already and cannot be installed with {what}={new!r} too; "
-                "give the first installation back before, or use the same"
+                f"fxsafe is installed with {what}={old!r} already (by {_state.handles[0].origin}) and cannot be "
+                f"installed with {what}={new!r} too; give that installation back before, or use the same"
             )
 
 
@@ -315,6 +343,8 @@ def _verdicts(request: _Request, patches: Iterable[Patch]) -> dict[str, Verdict]
         missing = [name for name, module in modules.items() if module is None]
         if not request.wants(patch):
             verdict = Verdict("disabled", request.disabled[patch.name])
+        elif missing and trouble is not None and imports.ready(traces.FX) is not None:
+            verdict = Verdict("unsupported", trouble, doubt=True)
         elif missing:
             verdict = Verdict("waiting", f"waits for the import of {', '.join(missing)}")
             if version is not None:
@@ -517,6 +547,7 @@ class installed:
         if callable(fix):
             raise TypeError("write @fxsafe.installed(), with parentheses")
         names = None if patches is None else _names("installed(patches=...)", patches)
+        _make_request(fix, names, strict)  # a mistake is told here, not at the first call
         self._install = functools.partial(install, fix, patches=names, strict=strict, stall_after=stall_after)
         self._handles: list[Installation] = []
 
@@ -537,7 +568,10 @@ class installed:
         import inspect
 
         if not callable(function) or inspect.isclass(function) or inspect.isasyncgenfunction(function):
-            raise TypeError("@fxsafe.installed() decorates functions, generator functions and coroutine functions")
+            raise TypeError(
+                "@fxsafe.installed() decorates functions, generator functions and coroutine functions, not "
+                f"{function!r}; use a with-block inside it"
+            )
         wrapped: Any
         if inspect.iscoroutinefunction(function):
 

@@ -18,13 +18,14 @@ import contextlib
 import inspect
 import linecache
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from fxsafe.dynamo import frame_hider
-from fxsafe.edits import CodeSwap, Edit, ModuleProperties, copy_function
+from fxsafe.edits import CodeSwap, Edit, ModuleProperties, copy_function, one_of_equals
 from fxsafe.patches.base import ShapeError
 from fxsafe.shapes import uses_of_globals
 
@@ -35,6 +36,7 @@ __all__ = [
     "ThreadGlobals",
     "functions_of",
     "isolate",
+    "kept_state",
     "lines_of",
     "nested",
     "require_complete",
@@ -59,6 +61,20 @@ class ThreadGlobals(threading.local):
         """
         for name, make in initial.items():
             setattr(self, name, make())
+
+
+_kept: dict[tuple[str, frozenset[str]], Any] = {}
+_S = TypeVar("_S")
+
+
+def kept_state(module: ModuleType, names: Iterable[str], make: Callable[[], _S]) -> _S:
+    """The one state of these globals of a module, for the length of the process.
+
+    Code that Dynamo has compiled is guarded by the code objects of the functions that it went through, and these hold
+    the state: with another one for each installation, each would compile everything again, up to Dynamo's limit.
+    """
+    state: _S = _kept.setdefault((module.__name__, frozenset(names)), make())
+    return state
 
 
 def _property_of(state: object, name: str) -> property:
@@ -224,7 +240,10 @@ def rewritten(where: str, function: FunctionType, change: ast.NodeTransformer, s
         code = code.replace(co_qualname=function.__code__.co_qualname)
     if code.co_freevars != function.__code__.co_freevars:
         raise ShapeError(f"{where} closes over other variables after the change")
-    return code
+    return one_of_equals(code)
+
+
+_inlined: dict[tuple[FunctionType, CodeType], Any] = {}
 
 
 class Inline:
@@ -235,10 +254,13 @@ class Inline:
         Args:
             seen: what Dynamo meets instead of the function, if that is a context manager made of it.
         """
-        copy: Any = copy_function(function)
         self.target = f"{target}._torchdynamo_inline"
         self._function: Any = function if seen is None else seen
-        self._original = copy if seen is None else contextlib.contextmanager(copy)
+        key = function, function.__code__
+        if key not in _inlined:  # one for the process: Dynamo guards on it
+            copy = copy_function(function)
+            _inlined[key] = copy if seen is None else contextlib.contextmanager(copy)
+        self._original = _inlined[key]
 
     def apply(self) -> None:
         self._function._torchdynamo_inline = self._original
@@ -299,8 +321,21 @@ def isolate(
     return edits
 
 
+def _compiles_elsewhere() -> bool:
+    """Whether another thread holds Dynamo's compile lock at this moment."""
+    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    if lock is None:
+        return False
+    if not lock.acquire(blocking=False):
+        return True
+    lock.release()
+    return False
+
+
 class _Inherit:
     """The thread that installs goes on with the values it sees, for it may be inside a block that has set them.
+
+    Not so while another thread compiles: what is set then is set by that one, and would never be taken back here.
 
     A dictionary it gets as a copy. The module's own one is put aside meanwhile: what was left in it would come back
     with it, and Dynamo, which reads module dictionaries, must find there what a thread begins with.
@@ -314,13 +349,15 @@ class _Inherit:
         self._aside: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {}
 
     def apply(self) -> None:
+        mine = not _compiles_elsewhere()
         for name in self._names:
             value = self._globals[name]
             if type(value) is dict:
                 self._aside[name] = value, {}
                 self._globals[name] = self._aside[name][1]
                 value = value.copy()
-            setattr(self._state, name, value)
+            if mine:
+                setattr(self._state, name, value)
 
     def undo(self) -> bool:
         for name, (original, empty) in self._aside.items():

@@ -30,6 +30,7 @@ __all__ = [
     "in_flight_here",
     "lock",
     "quiet",
+    "refuse_inside_change",
     "register_edit",
     "registered_body",
     "state",
@@ -57,6 +58,7 @@ class _State:
         self.total = 0
         self.most_at_once = 0
         self.changing = False
+        self.changer = 0  # ident of the thread that changes something, while one does
         self.trace_code: CodeType | None = None  # the body of Tracer.trace itself
 
 
@@ -121,6 +123,7 @@ def quiet(what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: 
                 f"{what} was called inside a trace on this thread: patches cannot change under a running trace. "
                 "Call it before or after the trace."
             )
+        refuse_inside_change(what)
         deadline = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
         while state.changing and still_wanted():
             if not changed.wait(max(0.0, deadline - time.monotonic())):
@@ -128,7 +131,7 @@ def quiet(what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: 
         if not still_wanted():
             yield False
             return
-        state.changing = True
+        state.changer, state.changing = get_ident(), True
         try:
             wanted = True
             while wanted and (tracing := _in_flight_elsewhere()):
@@ -136,7 +139,7 @@ def quiet(what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: 
                 if left <= 0:
                     raise FxsafeError(
                         f"{what} waited {timeout:g} s for traces on other threads to end; nothing was changed. "
-                        f"Call it when they have ended.\n{_describe(tracing)}"
+                        f"Call {what} when they have ended.\n{_describe(tracing)}"
                     )
                 if get_ident() not in events.waiting:
                     events.begin_wait(f"wait in {what} for traces to end", _in_flight_elsewhere)
@@ -155,11 +158,25 @@ def quiet(what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: 
                 raise
 
 
+def refuse_inside_change(what: str) -> None:
+    """
+    Raises:
+        FxsafeError: the calling thread is inside a change already: this is a signal handler, or the like.
+    """
+    if state.changing and state.changer == get_ident():
+        raise FxsafeError(
+            f"{what} was called while this thread installs or uninstalls fxsafe, by a signal handler perhaps. "
+            "Call it afterwards."
+        )
+
+
 def _enter() -> None:
     me = get_ident()
     with lock:
-        # A trace nested in one that is waited for must go on, or the wait could not end.
-        if state.changing and me not in state.depth and not _traces_on_stack(sys._getframe()):
+        # A trace nested in one that is waited for must go on, or the wait could not end; and so must one of a signal
+        # handler in the thread that waits.
+        waits = state.changing and state.changer != me
+        if waits and me not in state.depth and not _traces_on_stack(sys._getframe()):
             _wait_for_change()
         state.depth[me] = depth = state.depth.get(me, 0) + 1
         state.total += 1

@@ -41,8 +41,16 @@ def test_people_see_every_patch_with_its_status() -> None:
     done = fxsafe("info")
     assert done.returncode == 0
     assert torch.__version__ in done.stdout
-    for name in NAMES:
-        assert f"\n{name}: " in done.stdout
+    for patch in CATALOGUE:
+        assert f"\n{patch.name} " in done.stdout
+    assert "https://" not in done.stdout
+
+
+def test_who_asks_for_more_sees_the_places_and_the_links() -> None:
+    done = fxsafe("info", "--verbose")
+    assert done.returncode == 0
+    assert "target:     torch.fx._symbolic_trace" in done.stdout
+    assert "upstream:   https://github.com/pytorch/pytorch/" in done.stdout
 
 
 def test_the_fix_decides_what_is_active() -> None:

@@ -218,7 +218,7 @@ FAULTY = Program("some_fault", "Something goes wrong", "avoid it")
         (FAULT, FAULT, "unsupported", False, "a-patch is unsupported (because): avoid it"),
         (FAULT, FAULT, "disabled", False, "a-patch is disabled (because): avoid it"),
         (FAULT, FAULT, None, False, "not cured by fxsafe: avoid it"),
-        (FAULT, OK, None, False, "nothing more: fxsafe cures it, though no patch names it"),
+        (FAULT, OK, None, False, "`python -m fxsafe run` cures it; with install() alone: avoid it"),
     ],
 )
 def test_two_answers_become_a_verdict(
@@ -280,14 +280,14 @@ def test_the_table_has_a_row_per_fault(fake: type[FakeTrials], capsys: pytest.Ca
     for program in KNOWN:
         assert f"[{program.name}]" in printed.out
     assert "FAULT" in printed.out
-    assert "keeps its word here" in printed.out
+    assert "OK: of " in printed.out
     assert printed.err == "warning: untested\n"
 
 
 def test_a_claimed_fault_that_is_not_cured_fails(fake: type[FakeTrials], capsys: pytest.CaptureFixture[str]) -> None:
     fake.answers["flag_warm_call", True] = "hangs"
     assert main(["doctor"]) == 1
-    assert "does not keep its word here: flag_warm_call" in capsys.readouterr().out
+    assert "NOT OK: fxsafe claims to cure flag_warm_call, and does not." in capsys.readouterr().out
 
 
 def test_a_patch_that_names_no_program_fails(

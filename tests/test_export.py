@@ -176,3 +176,52 @@ if __name__ == "__main__":
         print("fail")
     else:
         print("leave something" if builtins.max is not maximum or torch.compiler.is_compiling() else "leave nothing")
+
+
+def backends() -> list[bool]:
+    return [torch._C._get_mkldnn_enabled(), torch._C._get_nnpack_enabled(), torch._C._get_cudnn_enabled()]
+
+
+@pytest.mark.parametrize("patches", [(), ("export",)])
+def test_exports_that_overlap_leave_the_backends_as_they_were(patches: tuple[str, ...]) -> None:
+    """Without a model: ``_ignore_backend_decomps`` is what every export enters."""
+    before = backends()
+    assert before[0]
+    events = [(threading.Event(), threading.Event()) for _ in range(3)]
+
+    def block(inside: threading.Event, leave: threading.Event) -> None:
+        with torch.export._trace._ignore_backend_decomps():
+            inside.set()
+            leave.wait(SOON_S)
+
+    with applied(*patches):
+        tasks = []
+        for inside, leave in events:
+            tasks.append(Task(lambda inside=inside, leave=leave: block(inside, leave)))
+            assert inside.wait(SOON_S)
+            assert not backends()[0]
+        for (_, leave), task in zip(events, tasks, strict=True):
+            assert not patches or not backends()[0]
+            leave.set()
+            task.result()
+        after = backends()
+    torch._C._set_mkldnn_enabled(before[0])
+    torch._C._set_nnpack_enabled(before[1])
+    torch._C._set_cudnn_enabled(before[2])
+    assert (after == before) is bool(patches)
+
+
+def test_the_switches_of_one_export_are_as_ever() -> None:
+    before = backends()
+    with applied("export"):
+        with pytest.raises(ArithmeticError), torch.export._trace._ignore_backend_decomps():
+            with torch.export._trace._ignore_backend_decomps():
+                assert not any(backends()[:2])
+            assert not any(backends()[:2])
+            raise ArithmeticError
+        assert backends() == before
+        with torch.backends.mkldnn.flags(enabled=False):
+            with torch.export._trace._ignore_backend_decomps():
+                pass
+            assert not backends()[0]
+        assert backends() == before

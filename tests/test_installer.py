@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import signal
 import threading
 
 import pytest
 import torch
 import torch.fx._symbolic_trace as st
 from places import changed_places
-from support import FLAG_IS_GLOBAL, Task, program, trace_elsewhere
+from support import FLAG_IS_GLOBAL, Task, program, python, trace_elsewhere
 from torch import nn
 
 import fxsafe
@@ -158,7 +159,8 @@ def test_info_has_a_complete_record_for_every_patch_at_any_time():
             assert set(record) == keys
             assert record["status"] in {"active", "not-needed", "waiting", "unsupported", "disabled"}
             assert record["torch"] == torch.__version__
-            assert record["upstream"].startswith(("https://github.com/pytorch/", "https://github.com/sympy/sympy/"))
+            for link in record["upstream"].split():
+                assert link.startswith(("https://github.com/pytorch/", "https://github.com/sympy/sympy/"))
             assert record["reason"] or record["status"] == "active"
         if install is not None:
             fxsafe.uninstall()
@@ -575,3 +577,76 @@ def test_ctrl_c_while_uninstall_waits_leaves_the_installation_whole():
         """
     )
     assert out.splitlines() == ["interrupted True False", "False"]
+
+
+def test_a_handle_that_was_given_back_is_no_context_manager():
+    handle = fxsafe.install()
+    with handle:
+        assert fxsafe.is_installed()
+    with pytest.raises(fxsafe.FxsafeError, match="was given back"):
+        with handle:
+            raise AssertionError("the block ran")
+
+
+def test_a_refused_installation_names_the_line_of_the_one_that_is_there():
+    with fxsafe.install("always-false"):
+        with pytest.raises(
+            fxsafe.FxsafeError, match=r"fix='always-false' already \(by \S+test_installer\.py:\d+\) and"
+        ):
+            fxsafe.install()
+
+
+@pytest.mark.parametrize("timeout", [-3, float("nan")])
+def test_a_timeout_that_is_none_is_refused(timeout):
+    with fxsafe.install() as handle:
+        with pytest.raises(fxsafe.FxsafeError, match="is a number of seconds"):
+            handle.uninstall(timeout)
+        assert fxsafe.is_installed()
+
+
+def test_a_variable_that_says_neither_yes_nor_no_is_refused(monkeypatch):
+    monkeypatch.setenv("FXSAFE_STRICT", "banana")
+    with pytest.raises(fxsafe.FxsafeError, match="FXSAFE_STRICT='banana' is neither"):
+        fxsafe.install()
+    assert not fxsafe.is_installed()
+
+
+def test_a_mistake_is_told_where_the_decorator_is_written():
+    with pytest.raises(fxsafe.FxsafeError, match="fix='no' is unknown"):
+        fxsafe.installed(fix="no")
+
+
+def test_settings_are_at_hand():
+    assert python("-c", "import fxsafe; print(fxsafe.settings.everywhere.__name__)").stdout == "everywhere\n"
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs pthread_kill")
+@pytest.mark.parametrize("handler_does", ["trace", "install", "uninstall"])
+def test_a_signal_handler_does_not_wait_for_the_change_that_it_interrupts(handler_does):
+    handle = fxsafe.install(FIX)
+    said = []
+
+    def handler(*_):
+        if handler_does == "trace":
+            said.append(len(torch.fx.symbolic_trace(nn.ReLU()).graph.nodes))
+        else:
+            with pytest.raises(fxsafe.FxsafeError, match="while this thread installs or uninstalls"):
+                handle.uninstall() if handler_does == "uninstall" else fxsafe.install("always-false")
+            said.append(3)
+        gate.let_out.set()
+
+    def send():
+        while not traces.state.changing:
+            pass
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with trace_elsewhere() as gate:
+            task = Task(send)
+            handle.uninstall()
+            task.result()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert said == [3]
+    assert not fxsafe.is_installed()

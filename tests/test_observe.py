@@ -456,3 +456,9 @@ def test_results_are_the_same_bits_while_everything_watches(tmp_path: Path) -> N
         code = torch.fx.symbolic_trace(double_plus_one).code
     assert torch.equal(alone, watched)
     assert code == torch.fx.symbolic_trace(double_plus_one).code
+
+
+@pytest.mark.parametrize("path", ["", "."])
+def test_a_path_that_is_no_file_is_refused_at_once(path: str) -> None:
+    with pytest.raises(fxsafe.FxsafeError, match="names no file"):
+        fxsafe.record(path).start()

@@ -167,3 +167,36 @@ def test_nothing_is_called_in_addition_while_nobody_traces(fix):
         torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))  # it leaves no dispatcher behind
         for use, calls in zip(uses, expected, strict=True):
             assert calls_of(use) == calls
+
+
+def test_installing_again_and_again_compiles_nothing_again():
+    def asks(x):
+        return x + 1 if torch.compiler.is_compiling() else x
+
+    def nested(x):
+        return torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x)
+
+    def optimises(x):
+        optimizer.step()
+        return x
+
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    weight.grad = torch.ones(2, 3)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for function in (asks, nested, optimises):
+        torch._dynamo.reset()
+        seen = []
+
+        def backend(module, _, seen=seen):
+            seen.append(module)
+            return module.forward
+
+        compiled = torch.compile(function, backend=backend)
+        counts = []
+        for _ in range(4):
+            with fxsafe.install():
+                compiled(torch.ones(2, 3))
+            compiled(torch.ones(2, 3))
+            counts.append(len(seen))
+        assert counts[1:] == counts[:1] * 3, function
+    torch._dynamo.reset()

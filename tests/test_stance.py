@@ -11,6 +11,9 @@ import torch._dynamo.eval_frame as eval_frame
 from locks_support import applied
 from support import SOON_S, Task, inside_elsewhere
 
+import fxsafe
+from fxsafe.patches import CATALOGUE
+
 pytestmark = pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="stances since torch 2.6")
 X = torch.ones(2)
 
@@ -154,3 +157,34 @@ def test_an_invalid_stance_is_refused_and_leaves_nothing() -> None:
         with pytest.raises(ArithmeticError), torch.compiler.set_stance("force_eager"):
             raise ArithmeticError
         assert stance() == "default"
+
+
+def test_the_last_uninstall_inside_a_block_ends_the_block_of_every_thread() -> None:
+    original = eval_frame._stance
+    with contextlib.ExitStack() as outer:
+        with applied("stance"):
+            outer.enter_context(torch.compiler.set_stance("force_eager"))
+            outer.enter_context(elsewhere("force_eager"))
+        assert eval_frame._stance is original
+        assert compiles()
+        assert Task(compiles).result()
+    assert eval_frame._stance is original
+    assert set(vars(original)) == {"stance", "skip_guard_eval_unsafe", "backend"}
+    with applied("stance"):
+        assert fxsafe.info()[[p.name for p in CATALOGUE].index("stance")]["status"] == "active"
+        assert compiles()
+
+
+def test_a_block_that_another_thread_enters_is_no_longer_its_makers() -> None:
+    with applied("stance"):
+        made = [torch.compiler.set_stance("force_eager")]
+        assert not compiles()
+
+        def enter() -> bool:
+            with made[0]:
+                return compiles()
+
+        assert not Task(enter).result()
+        assert compiles()
+        made.clear()
+        assert compiles()

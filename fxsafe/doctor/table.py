@@ -50,9 +50,11 @@ def _summary(findings: Sequence[Finding], ok: bool) -> str:
     shown = [finding for finding in claimed if finding.plain.bad]
     open_ones = [finding for finding in findings if finding.with_fxsafe.bad and not finding.failed]
     broken = [finding.program.name for finding in findings if finding.failed]
+    untried = sum(finding.plain.kind == "cannot-try" for finding in findings)
+    tail = f" No patch cures {len(open_ones)} faults that show here; {untried} could not be tried here."
     if not ok:
-        return f"fxsafe does not keep its word here: {', '.join(broken)}."
+        return f"NOT OK: fxsafe claims to cure {', '.join(broken)}, and does not.{tail}"
     return (
-        f"fxsafe keeps its word here: it claims {len(claimed)} of these faults, this torch shows {len(shown)} of "
-        f"those, and none is left with fxsafe. Faults that no patch cures here: {len(open_ones)}."
+        f"OK: of {len(claimed)} faults that fxsafe claims to cure on this torch, {len(shown)} show without it and none "
+        f"with it.{tail}"
     )

@@ -93,13 +93,15 @@ def _advice(
     if not patched.bad and active:
         return f"nothing more: {names} cures it"
     if not patched.bad:
-        return "nothing more: fxsafe cures it, though no patch names it"
+        return f"`python -m fxsafe run` cures it; with install() alone: {program.advice}"
     return f"{_why_unclaimed(claims)}: {program.advice}"
 
 
 def _why_unclaimed(claims: Sequence[Claim]) -> str:
     if not claims:
         return "not cured by fxsafe"
+    if all(claim.status == "disabled" and "always-false" in claim.reason for claim in claims):
+        return f"{', '.join(claim.patch for claim in claims)} of the default fix 'thread-local' cures it; with this fix"
     return "; ".join(f"{claim.patch} is {claim.status} ({claim.reason})" for claim in claims)
 
 

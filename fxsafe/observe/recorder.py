@@ -67,13 +67,16 @@ class Recording:
     def start(self) -> Recording:
         """
         Raises:
-            FxsafeError: it was started before, or its directory does not exist or cannot be written.
+            FxsafeError: it was started before, its path is that of a directory, or its directory does not exist or
+                cannot be written.
         """
         if self._state != "new":
             raise FxsafeError("a recording is started once; make another with fxsafe.record()")
         directory = os.path.dirname(os.path.abspath(self.path))
         if not os.path.isdir(directory) or not os.access(directory, os.W_OK):
             raise FxsafeError(f"fxsafe.record({self.path!r}): {directory} is no directory that can be written")
+        if not self.path or os.path.isdir(self.path):
+            raise FxsafeError(f"fxsafe.record({self.path!r}) names no file; write fxsafe.record('race.json')")
         self._pid, self._began_at, self._from = os.getpid(), time.time(), time.perf_counter_ns()
         self._state = "running"
         atexit.register(self.stop)

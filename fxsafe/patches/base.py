@@ -38,7 +38,7 @@ class Patch:
     Attributes:
         name: as ``install(patches=...)`` and ``FXSAFE_DISABLE`` spell it.
         summary: one line for people.
-        upstream: links to the reports and pull requests it answers.
+        upstream: links to the reports and pull requests it answers; empty if none is known.
         modules: what must be imported before it can be planned; fxsafe never imports them itself.
         plan: called with these modules, ``{name: module}``, changes nothing and raises ShapeError if a target
             has an unknown shape.

@@ -32,7 +32,7 @@ from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeWrap, Edit
 from fxsafe.patches.base import Patch, Plan
 from fxsafe.shapes import ShapeError, own_function
-from fxsafe.thread_globals import ThreadGlobals, isolate
+from fxsafe.thread_globals import ThreadGlobals, isolate, kept_state
 from fxsafe.traces import FX
 
 __all__ = ["PATCH"]
@@ -112,7 +112,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
             raise ShapeError(str(error)) from None
     edits += isolate(
         compiler,
-        _Flags(names - {_COMPILING}),
+        kept_state(compiler, names, lambda: _Flags(names - {_COMPILING})),
         names,
         frozenset({"is_compiling", *present.values()}),
         known_to_dynamo=_KNOWN_TO_DYNAMO,

@@ -22,7 +22,7 @@ from types import ModuleType
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.patches.base import Patch, Plan
-from fxsafe.thread_globals import ThreadGlobals, isolate
+from fxsafe.thread_globals import ThreadGlobals, isolate, kept_state
 from fxsafe.traces import FX
 
 __all__ = ["PATCH"]
@@ -37,7 +37,8 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     module = modules[DISPATCH]
     names = _NAMES | ({_SINCE_2_9} & vars(module).keys())
     frame_hider()(ThreadGlobals.__init__)
-    return Plan(isolate(module, ThreadGlobals(dict.fromkeys(names, bool)), names, _USERS, by_attribute=False))
+    state = kept_state(module, names, lambda: ThreadGlobals(dict.fromkeys(names, bool)))
+    return Plan(isolate(module, state, names, _USERS, by_attribute=False))
 
 
 PATCH = Patch(

@@ -1,18 +1,21 @@
 """F4, second half: what ``torch.export`` keeps and replaces while it runs belongs to the thread that exports.
 
-The race: the hierarchy of the exported module and the flags of the export are module globals, set at the beginning and
-None again at the end of whichever export ends first ("_EXPORT_MODULE_HIERARCHY must not be None"). Since 2.8 a
+The race: the hierarchy of the exported module and the flags of the export are module globals, set at the beginning
+and None again at the end of whichever export ends first ("_EXPORT_MODULE_HIERARCHY must not be None"). Since 2.8 a
 non-strict export also replaces ``builtins.max``, ``builtins.min`` and ``math.pow`` for the whole process; when two
-overlap, the second takes the first one's replacements for the originals and leaves them there for ever.
+overlap, the second takes the first one's replacements for the originals and leaves them there for ever. And it
+switches mkldnn, nnpack and cuDNN off for its length; two that overlap leave them off.
 
 Upstream: pytorch#134775 for the class of faults; none known for these names. Releases: 2.5 to 2.15.
 
-Why this place is enough: the globals are used by functions of their own modules only, all of which change in place. The
-three names are replaced in one function; in each of the places stands a dispatcher while anybody exports, the thread's
-own replacement is on top of it for the thread, and the last export to end puts the identical object back. The places
-change under Dynamo's compile lock, for Dynamo, compiling in another thread, must find the same object there from its
-tracing to its guards; that is one step, and no lock is held while a model is traced. What is left of an export is
-covered by the patches of ``make_fx``, of the tracer, of the compiling flags and of the operators' caches.
+Why this place is enough: the globals are used by functions of their own modules only, all of which change in place.
+The three names are replaced in one function; in each of the places stands a dispatcher while anybody exports, the
+thread's own replacement is on top of it for the thread, and the last export to end puts the identical object back.
+The places change under Dynamo's compile lock, for Dynamo, compiling in another thread, must find the same object
+there from its tracing to its guards; that is one step, and no lock is held while a model is traced. What is left of
+an export is covered by the patches of ``make_fx``, of the tracer, of the compiling flags and of the operators'
+caches. The switches of the backends are C++ state of the process: the last export to end puts them back, and until
+then others see them off.
 
 This file can be deleted when the oldest supported torch keeps these per thread and replaces no builtins.
 """
@@ -22,8 +25,9 @@ from __future__ import annotations
 import builtins
 import math
 import threading
-from collections.abc import Iterator, Mapping
-from types import FunctionType, ModuleType
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from fxsafe.dynamo import frame_hider
@@ -31,12 +35,13 @@ from fxsafe.edits import CodeSwap, CodeWrap, Edit
 from fxsafe.patches._locked import under_compile_lock
 from fxsafe.patches._slots import MISSING, original_of, places
 from fxsafe.patches.base import Patch, Plan, ShapeError
-from fxsafe.shapes import own_function
+from fxsafe.shapes import own_function, shape_of
 from fxsafe.thread_globals import (
     Rewrite,
     ThreadGlobals,
     functions_of,
     isolate,
+    kept_state,
     lines_of,
     nested,
     require_complete,
@@ -58,6 +63,7 @@ _DISABLED_PASS = "_DISABLE_ATEN_TO_ASSERTION_PASS"
 _OVERRIDE = "_override_builtin_ops"
 _WRAPPER = "_log_export_wrapper"
 _OPS = "allowed_builtin_ops"
+_BACKENDS = "_ignore_backend_decomps"
 
 
 class PlacesOf:
@@ -146,10 +152,11 @@ def _override_edits(non_strict: ModuleType, asking: list[ModuleType]) -> Iterato
 
 def _trace_edits(trace: ModuleType) -> Iterator[Edit]:
     # A thread that is inside an export when the patch comes goes on with what is there.
-    state = ThreadGlobals({name: lambda name=name: vars(trace)[name] for name in _NAMES})  # type: ignore[misc]
     missing = _NAMES - vars(trace).keys()
     if missing:
         raise ShapeError(f"{TRACE} has no global {sorted(missing)}")
+    initial = {name: partial(vars(trace).__getitem__, name) for name in _NAMES}
+    state = kept_state(trace, _NAMES, lambda: ThreadGlobals(initial))
     decorator = own_function(trace, _WRAPPER)
     wrapping = rewritten(f"{TRACE}.{_WRAPPER}", decorator, Rewrite(_NAMES), state)
     wrapper, plain = (
@@ -171,6 +178,68 @@ def _trace_edits(trace: ModuleType) -> Iterator[Edit]:
     if "_export" not in found:
         raise ShapeError(f"{TRACE}._export does not set {sorted(_NAMES)}")
     require_complete(trace, _NAMES, found)
+
+
+class _Backend:
+    """Has ``set_flags`` of one backend: exports that overlap switch it off once, and on again when all have ended."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before: tuple[Any, ...] = ()
+
+    def set_flags(self, flag: Any) -> tuple[_Backend]:
+        """``set_flags(False)`` switches off; ``set_flags(*what_that_has_returned)`` ends it."""
+        with self._lock:
+            if flag is False:
+                if not self._users:
+                    self._before = self._backend.set_flags(False)
+                self._users += 1
+            else:
+                self._users -= 1
+                if not self._users:
+                    self._backend.set_flags(*self._before)
+            return (self,)
+
+    def after_fork_in_child(self) -> None:
+        """Other threads' exports do not go on in the child, and nobody tells ours from theirs any more."""
+        self._lock = threading.Lock()
+
+
+# For the process: an export may outlive the installation that it began in.
+_backends: dict[str, _Backend] = {}
+
+
+class _Torch:
+    """What stands for ``torch`` in ``_ignore_backend_decomps``."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        import torch
+
+        for name in names:
+            _backends.setdefault(name, _Backend(getattr(torch.backends, name)))
+        self.torch = SimpleNamespace(backends=SimpleNamespace(**_backends))
+
+
+def _backends_edit(trace: ModuleType) -> Edit:
+    """Two exports that overlap would leave mkldnn, nnpack and cuDNN switched off in the whole process."""
+    where = f"{TRACE}.{_BACKENDS}"
+    function = getattr(vars(trace).get(_BACKENDS), "__wrapped__", None)
+    if type(function) is not FunctionType:
+        raise ShapeError(f"{where} is no context manager made from a function")
+    names = set(function.__code__.co_names) - {"torch", "backends", "set_flags"}
+    if not names or not names <= {"mkldnn", "nnpack", "cudnn"}:
+        raise ShapeError(f"{where} has an unknown shape: {shape_of(function.__code__)}")
+    frame_hider()(_Backend.set_flags)
+    state = kept_state(trace, {_BACKENDS}, lambda: _Torch(sorted(names)))
+    return CodeSwap(where, function, rewritten(where, function, Rewrite(frozenset({"torch"})), state))
+
+
+def _after_fork_in_child() -> None:
+    places.keep_only_this_thread()
+    for backend in _backends.values():
+        backend.after_fork_in_child()
 
 
 def _ops_template(self: Any) -> Any:
@@ -201,11 +270,12 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     frame_hider()(ThreadGlobals.__init__, *places._templates)
     edits = [
         *_trace_edits(trace),
+        _backends_edit(trace),
         _ops_edit(modules[VERIFIER]),
         *_override_edits(non_strict, [modules[name] for name in _ASKING]),
     ]
     if _DISABLED_PASS in vars(utils):  # since 2.8
-        state = ThreadGlobals({_DISABLED_PASS: bool})
+        state = kept_state(utils, {_DISABLED_PASS}, lambda: ThreadGlobals({_DISABLED_PASS: bool}))
         users = frozenset({"_disable_aten_to_metadata_assertions"})
         edits += isolate(utils, state, frozenset({_DISABLED_PASS}), users, by_attribute=False)
     return Plan(edits)
@@ -214,10 +284,10 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
 PATCH = Patch(
     name="export",
     summary="torch.export keeps its state, and its replacements of max, min and math.pow, to its own thread",
-    upstream=("https://github.com/pytorch/pytorch/pull/134775",),
+    upstream=(),
     modules=("torch", FX, TRACE, UTILS, NON_STRICT, VERIFIER, *_ASKING),
     plan=_plan,
-    faults=("export_overlap",),
+    faults=("export_overlap", "export_backends_off"),
     quiet=False,  # imported by the first export, which may be inside a trace
-    after_fork_in_child=places.keep_only_this_thread,
+    after_fork_in_child=_after_fork_in_child,
 )

@@ -18,7 +18,7 @@ from types import ModuleType
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.patches.base import Patch, Plan
-from fxsafe.thread_globals import ThreadGlobals, isolate
+from fxsafe.thread_globals import ThreadGlobals, isolate, kept_state
 from fxsafe.traces import FX
 
 __all__ = ["PATCH"]
@@ -29,7 +29,7 @@ _NAME = "_CURRENT_DESERIALIZER"
 
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     frame_hider()(ThreadGlobals.__init__)
-    state = ThreadGlobals({_NAME: lambda: None})
+    state = kept_state(modules[SERIALIZE], {_NAME}, lambda: ThreadGlobals({_NAME: lambda: None}))
     users = frozenset({"GraphModuleDeserializer.deserialize", "_reconstruct_fake_tensor"})
     return Plan(isolate(modules[SERIALIZE], state, frozenset({_NAME}), users))
 

@@ -66,7 +66,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
 PATCH = Patch(
     name="export-reset",
     summary="a strict export does not free Dynamo's caches under another thread's compiled call",
-    upstream=("https://github.com/pytorch/pytorch/pull/198246",),
+    upstream=(),
     modules=("torch", FX, DYNAMO),
     plan=_plan,
     faults=("export_resets_caches",),

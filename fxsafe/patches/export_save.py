@@ -87,7 +87,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
 PATCH = Patch(
     name="export-save",
     summary="threads may save exported programs at the same time",
-    upstream=("https://github.com/pytorch/pytorch/issues/195099",),
+    upstream=(),
     modules=("torch", FX, SERIALIZE),
     plan=_plan,
     faults=("export_save",),

@@ -18,7 +18,7 @@ from types import ModuleType
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.patches.base import NotNeeded, Patch, Plan
-from fxsafe.thread_globals import ThreadGlobals, isolate
+from fxsafe.thread_globals import ThreadGlobals, isolate, kept_state
 from fxsafe.traces import FX
 
 __all__ = ["PATCH"]
@@ -33,7 +33,8 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
     if not {_NAME, *_USERS} & vars(utils).keys():
         return NotNeeded("torch has had this setting since 2.9")
     frame_hider()(ThreadGlobals.__init__)
-    return Plan(isolate(utils, ThreadGlobals({_NAME: bool}), frozenset({_NAME}), _USERS, by_attribute=False))
+    state = kept_state(utils, {_NAME}, lambda: ThreadGlobals({_NAME: bool}))
+    return Plan(isolate(utils, state, frozenset({_NAME}), _USERS, by_attribute=False))
 
 
 PATCH = Patch(

@@ -67,7 +67,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
 PATCH = Patch(
     name="guard-scope",
     summary="threads that build guards at the same time do not see each other's temporary names",
-    upstream=("https://github.com/pytorch/pytorch/pull/134775",),
+    upstream=(),
     modules=("torch", FX, _SCOPE, GUARDS),
     plan=_plan,
     faults=("guard_names_shared",),

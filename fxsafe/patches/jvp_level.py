@@ -99,7 +99,7 @@ def _after_fork_in_child() -> None:
 PATCH = Patch(
     name="jvp-level",
     summary="torch.func.jvp, jacfwd and hessian may run in several threads",
-    upstream=("https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/eager_transforms.py",),
+    upstream=(),
     modules=("torch", FX, TRANSFORMS, FORWARD_AD),
     plan=_plan,
     faults=("jvp_level_closed",),

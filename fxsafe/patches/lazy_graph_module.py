@@ -18,7 +18,7 @@ from types import ModuleType
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.patches.base import Patch, Plan
-from fxsafe.thread_globals import ThreadGlobals, isolate
+from fxsafe.thread_globals import ThreadGlobals, isolate, kept_state
 from fxsafe.traces import FX
 
 __all__ = ["PATCH"]
@@ -30,13 +30,14 @@ _USERS = frozenset({"_use_lazy_graph_module", "_force_skip_lazy_graph_module", "
 
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     frame_hider()(ThreadGlobals.__init__)
-    return Plan(isolate(modules[LAZY], ThreadGlobals(dict.fromkeys(_NAMES, bool)), _NAMES, _USERS, by_attribute=False))
+    state = kept_state(modules[LAZY], _NAMES, lambda: ThreadGlobals(dict.fromkeys(_NAMES, bool)))
+    return Plan(isolate(modules[LAZY], state, _NAMES, _USERS, by_attribute=False))
 
 
 PATCH = Patch(
     name="lazy-graph-module",
     summary="whether graph modules are made lazily is each thread's own setting",
-    upstream=("https://github.com/pytorch/pytorch/pull/134775",),
+    upstream=(),
     modules=("torch", FX, LAZY),
     plan=_plan,
     faults=("lazy_graph_module",),

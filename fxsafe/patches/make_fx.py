@@ -25,7 +25,7 @@ from typing import Any
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.patches.base import Patch, Plan, ShapeError
-from fxsafe.thread_globals import ThreadGlobals, isolate
+from fxsafe.thread_globals import ThreadGlobals, isolate, kept_state
 
 __all__ = ["PATCH"]
 
@@ -81,7 +81,8 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
         raise ShapeError(f"{OPS}.{_MODES} is a {stack.__module__}.{stack.__qualname__}")
     tracer = vars(_Tracing)[_TRACER]
     frame_hider()(_Tracing.__init__, ThreadGlobals.__init__, tracer.fget, tracer.fset)
-    tracing, modes = _Tracing(initial), ThreadGlobals({_MODES: stack})
+    tracing = kept_state(proxy_tensor, {_TRACER, *initial}, lambda: _Tracing(initial))
+    modes = kept_state(ops, {_MODES}, lambda: ThreadGlobals({_MODES: stack}))
     return Plan(
         [
             *isolate(proxy_tensor, tracing, frozenset({_TRACER, *initial}), frozenset(users)),

@@ -73,7 +73,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
 PATCH = Patch(
     name="set-rng-state",
     summary="torch.cuda.set_rng_state goes on working in other threads while one compiles or exports",
-    upstream=("https://github.com/pytorch/pytorch/pull/134775",),
+    upstream=(),
     modules=("torch", FX, _CUDA, AOT),
     plan=_plan,
     faults=("set_rng_state_lost",),

@@ -42,6 +42,8 @@ DECORATORS = "torch._dynamo.decorators"
 _STANCE = "_stance"
 _SET = "_set_stance"
 _MARK = "_fxsafe_of_a_thread"
+_NONE = "_fxsafe_none_of_its_own"
+_REVOKED = "_fxsafe_revoked_in"
 _FIELDS = ("stance", "skip_guard_eval_unsafe", "backend")
 
 
@@ -62,11 +64,14 @@ class _Stances:
     """Stands in for the global ``_stance``, while any thread has one of its own, and answers with the calling thread's.
 
     A stance made while this is in place belongs to a thread. One made before, which an old with-block or decorator
-    sets or restores, goes on being set for the process. To assign the stand-in itself is to have none of one's own.
+    sets or restores, goes on being set for the process. To assign a stance that ``current`` has marked is to have none
+    of one's own.
     """
 
     def __init__(self, process: Any) -> None:
-        self.__dict__.update(_process=process, _own=_Own(), _newest=[], _globals=None, _lock=threading.Lock())
+        self.__dict__.update(
+            _process=process, _own=_Own(), _newest=[], _marked=[], _globals=None, _lock=threading.Lock()
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FIELDS:
@@ -76,24 +81,39 @@ class _Stances:
     def __repr__(self) -> str:
         return repr(self._effective())
 
+    def own(self) -> Any:
+        """The calling thread's own stance, if it has one."""
+        stance = self._own.stance
+        if stance is not None and vars(stance).get(_REVOKED) == get_ident():
+            del vars(stance)[_REVOKED]
+            stance = self._own.stance = None
+        return stance
+
     def _effective(self) -> Any:
-        own = self._own
-        if own.stance is not None:
-            return own.stance
+        own = self.own()
+        if own is not None:
+            return own
         newest = self._newest
-        if newest and not own.alone:
+        if newest and not self._own.alone:
             return newest[-1][1]
         return self._process
 
     def current(self) -> Any:
-        """What has to be assigned to come back to the present state."""
-        return self if self._own.stance is None else self._own.stance
+        """What has to be assigned to come back to the present state; torch's own, for whoever does it without us."""
+        own = self.own()
+        if own is not None:
+            return own
+        process = self._process
+        if _NONE not in vars(process):
+            vars(process)[_NONE] = True
+            self._marked.append(process)
+        return process
 
     def set(self, stance: Any) -> None:
         ident = get_ident()
         own = None
         with self._lock:
-            if stance is not self:
+            if _NONE not in vars(stance):
                 if self._own.making:
                     vars(stance)[_MARK] = True
                 if _MARK in vars(stance):
@@ -120,11 +140,22 @@ class _Stances:
         with self._lock:
             if self._globals is not None and self._globals[_STANCE] is self:
                 self._globals[_STANCE] = self._process
-            self.__dict__["_globals"] = None
+            # Blocks that are still open end without us: they must find nothing of ours.
+            self.__dict__.update(_globals=None, _own=_Own(), _newest=[])
+            while self._marked:
+                vars(self._marked.pop()).pop(_NONE, None)
+
+    def revoke(self, ident: int, stance: Any) -> None:
+        """Take from another thread a stance that it made, and that is entered here."""
+        with self._lock:
+            if (ident, stance) in self._newest:
+                vars(stance)[_REVOKED] = ident
+                self.__dict__["_newest"] = [entry for entry in self._newest if entry[0] != ident]
+                self._show()
 
     def publish(self, stance: Any) -> None:
         """Make the calling thread's stance that of the process, if it still is the thread's."""
-        if self._own.stance is stance:
+        if self.own() is stance:
             vars(stance).pop(_MARK, None)
             self.set(stance)
 
@@ -154,10 +185,14 @@ class _AsFunction:
 
     def __init__(self, stances: _Stances, stance: Any) -> None:
         self._publish: Callable[[Any], None] | None = stances.publish
+        self._revoke = stances.revoke
         self._stance = stance
+        self._maker = get_ident()
 
     def entered(self) -> None:
         self._publish = None
+        if self._maker != get_ident():
+            self._revoke(self._maker, self._stance)
 
     def __del__(self) -> None:
         if self._publish is not None:
@@ -169,7 +204,7 @@ def _usage_edits(kind: type, stances: _Stances) -> list[Edit]:
     init, enter, call = (copy_function(own_function(kind, name)) for name in ("__init__", "__enter__", "__call__"))
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        inside = stances.current() is not stances
+        inside = stances.own() is not None
         stances._own.making = True
         try:
             init(self, *args, **kwargs)
@@ -238,6 +273,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
         state.fset,
         _Stances.__getattr__,
         _Stances.current,
+        _Stances.own,
         _Stances.set,
         _Stances._show,
         _Stances._effective,

@@ -24,7 +24,7 @@ from typing import Any
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import AttributeSwap
 from fxsafe.patches.base import Patch, Plan, ShapeError
-from fxsafe.thread_globals import ThreadGlobals, isolate
+from fxsafe.thread_globals import ThreadGlobals, isolate, kept_state
 
 __all__ = ["PATCH"]
 
@@ -82,7 +82,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
         raise ShapeError(f"{TRACEBACK} no longer keeps a dictionary {_META} and a flag should_preserve_node_meta")
     others = {name: make for name, make in _OTHERS.items() if name in here}
     frame_hider()(ThreadGlobals.__init__, _State.__init__, _FirstMeta.get)
-    state = _State(others)
+    state = kept_state(module, {_META, *others}, lambda: _State(others))
     edits = isolate(module, state, frozenset({_META, *others}), _USERS, known_to_dynamo=frozenset({"annotate"}))
     if _META in vars(flex):
         if type(vars(flex)[_META]) is not dict:

@@ -7,9 +7,7 @@ import torch._dynamo
 
 from fxsafe.doctor.faults._kit import Task, finish
 
-ADVICE = (
-    "fxsafe.settings.everywhere makes a setting hold in every thread; python -m fxsafe run has threads inherit them"
-)
+ADVICE = "fxsafe.settings.everywhere({...}) makes a setting hold in every thread, settings.inherit() in new ones"
 name = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
 setattr(torch._dynamo.config, name, 77)
 seen = Task(lambda: getattr(torch._dynamo.config, name)).result()
