@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -145,11 +146,14 @@ def calls_of(function):
         elif event == "c_call":
             calls.append((getattr(argument, "__module__", None), argument.__qualname__))
 
+    gc.collect()
+    gc.disable()  # what earlier tests have left runs finalizers
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 

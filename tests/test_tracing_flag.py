@@ -285,3 +285,16 @@ def test_a_compiled_region_that_calls_a_tracer_leaves_our_frames_alone():
     with fxsafe.install():
         assert torch.equal(torch.compile(region, backend=backend)(X), (X + 1) * 2)
     assert graphs == plain
+
+
+@pytest.mark.skipif(not FLAG_IS_GLOBAL, reason="torch 2.14 has no such attribute")
+def test_who_mocks_the_flag_beside_another_threads_trace_gets_his_own_back():
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    with fxsafe.install(), trace_elsewhere():
+        for value in (False, True):
+            with mock.patch("torch.fx._symbolic_trace._is_fx_tracing_flag", value):
+                assert st._is_fx_tracing_flag is value
+            assert st._is_fx_tracing_flag is False
+        assert vars(st)["_is_fx_tracing_flag"] is False
+        assert torch.equal(compiled(X), X + 1)
+    assert vars(st)["_is_fx_tracing_flag"] is False

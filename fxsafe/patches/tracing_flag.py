@@ -20,14 +20,15 @@ from __future__ import annotations
 import threading
 from _thread import get_ident
 from collections.abc import Mapping
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fxsafe.dynamo import frame_hider
-from fxsafe.edits import CodeSwap, CodeWrap, Edit, ModuleProperties, code_with_constants
+from fxsafe.edits import CodeSwap, CodeWrap, Edit, ModuleProperties, code_with_constants, copy_function
 from fxsafe.observe import events
 from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
 from fxsafe.shapes import Shape, own_function, require, shape_of
+from fxsafe.thread_globals import Rewrite, rewritten
 from fxsafe.traces import FX, lock, registered_body, state, trace_function
 
 if TYPE_CHECKING:
@@ -44,6 +45,14 @@ _NAME = "_is_fx_tracing_flag"
 
 class _Flag(threading.local):
     tracing: Any = False
+
+    @property
+    def _is_fx_tracing_flag(self) -> Any:
+        return self.tracing
+
+    @_is_fx_tracing_flag.setter
+    def _is_fx_tracing_flag(self, value: Any) -> None:
+        set_flag(value)
 
 
 flag = _Flag()
@@ -134,7 +143,7 @@ class _Global:
         return True
 
     def tidy(self) -> None:
-        """Overlapping traces leave a stale True in the global, where ``mock.patch`` and the like would find it."""
+        """Overlapping traces would leave a stale True in the global, for ``mock.patch`` and its like to find."""
         with lock:
             if self._applied and sum(state.depth.values()) <= 1:  # the calling trace is at its end
                 self._globals[_NAME] = self._value
@@ -182,14 +191,30 @@ def _flagged(self: Any, root: Any, concrete_args: Any = None) -> Any:
         parts.tidy()
 
 
+def _own_flag_body(function: FunctionType, body: CodeType) -> CodeType:
+    """The body of ``Tracer.trace`` with the thread's flag for the global, which it then leaves alone.
+
+    Where there is no source of it the body goes on storing into the global as well, and ``_Global`` tidies up.
+    """
+    own = copy_function(function)
+    own.__code__ = body
+    try:
+        return rewritten(f"{FX}.Tracer.trace", own, Rewrite(frozenset({_NAME})), flag)
+    except ShapeError:
+        return body
+
+
 def _trace_edit(module: ModuleType, kept: _Global) -> Edit:
-    _, body = trace_function(module)
+    function, body = trace_function(module)
+    own_flag = _own_flag_body(function, body)
     hide = frame_hider()
     if shape_of(body).writes != {_NAME}:
         raise ShapeError(f"{FX}.Tracer.trace has an unknown shape: {shape_of(body)}")
 
     def wrap(original: FunctionType) -> _Flagged:
         hide(set_flag, _Marked.avoided)
+        if original.__code__ is body:
+            original.__code__ = own_flag
         return _Flagged(original, kept)
 
     return CodeWrap(f"{FX}.Tracer.trace", registered_body(module), _flagged, wrap)  # type: ignore[arg-type]
