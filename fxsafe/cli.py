@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -23,6 +24,7 @@ from fxsafe import FxsafeError
 
 __all__ = ["main"]
 
+_HELP = "Make PyTorch's FX tracing, and all that stands on it, safe to use from several threads of one process."
 _RUN_HELP = """\
 Run a Python program with fxsafe installed before its first line, and otherwise as python would run it.
 
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(2, f"{command}: unrecognized arguments: {' '.join(unknown)} (see {command} --help)\n")
     try:
         if options.command == "info":
-            return _info(options.fix, options.json, options.verbose)
+            return _interruptible(lambda: _info(options.fix, options.json, options.verbose))
         if options.command == "doctor":
             from fxsafe.doctor import examine
 
@@ -116,22 +118,34 @@ def _dflash(words: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "fxsafe").partition(".")[0] == "fxsafe":
             raise
-        print(f"fxsafe dflash: the package {error.name} is missing: pip install 'fxsafe[dflash]'", file=sys.stderr)
+        print(
+            "fxsafe dflash: trains drafters, small models that draft blocks of tokens for a large one; the package "
+            f"{error.name} is missing: pip install 'fxsafe[dflash]'",
+            file=sys.stderr,
+        )
         return 2
     return dflash(words)
 
 
 def _interruptible(command: Callable[[], int]) -> int:
-    """Ctrl-C is an answer of the user's, not a fault to trace back."""
+    """Ctrl-C is an answer of the user's, not a fault to trace back, and so is a reader that has seen enough."""
     try:
-        return command()
+        status = command()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        # What is left in the buffer would be tried again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"fxsafe: {error}", file=sys.stderr)
+        return 1
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="fxsafe", description=fxsafe.__doc__, allow_abbrev=False)
+    parser = _Parser(prog="fxsafe", description=_HELP, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"fxsafe {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
 

@@ -6,6 +6,7 @@ change that somebody else made after it: ``undo`` then leaves the place alone an
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
@@ -46,6 +47,19 @@ class Edit(Protocol):
         """
 
 
+def _on_one_line(size: int) -> bytes:
+    """A table that has ``size`` bytes of code on the first line of its function.
+
+    The lines of our body are not lines of torch's file, where a traceback would look for them. Formats: Python's
+    ``Objects/locations.md`` and, for 3.10, ``Objects/lnotab_notes.txt``.
+    """
+    if sys.version_info < (3, 11):
+        return b"".join(bytes([min(size - at, 254), 0]) for at in range(0, size, 254))
+    units = size // 2
+    # 13: a line and no column; then the difference of the line, which is 0.
+    return b"".join(bytes([0x80 | 13 << 3 | min(units - at, 8) - 1, 0]) for at in range(0, units, 8))
+
+
 def code_with_constants(function: FunctionType, constants: dict[str, Any], like: CodeType) -> CodeType:
     """The code of ``function`` with string constants replaced by objects.
 
@@ -69,6 +83,7 @@ def code_with_constants(function: FunctionType, constants: dict[str, Any], like:
         "co_name": like.co_name,
         "co_filename": like.co_filename,
         "co_firstlineno": like.co_firstlineno,
+        "co_linetable": _on_one_line(len(code.co_code)),
     }
     if hasattr(code, "co_qualname"):  # Python 3.11
         fields["co_qualname"] = like.co_qualname

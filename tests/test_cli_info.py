@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,23 @@ def test_a_torch_that_cannot_be_imported_is_one_line_and_status_2(command: str, 
     assert (done.returncode, done.stdout) == (2, "")
     assert "libtorch.so" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fxsafe", "info"], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(r"fxsafe: .*No space left on device\n", done.stderr)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "fxsafe", "info"], stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

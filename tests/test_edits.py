@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -142,3 +142,24 @@ def test_module_properties_serve_reads_writes_and_from_imports_but_not_the_modul
         assert module.value == "global"
     finally:
         del sys.modules[module.__name__]
+
+
+def one_line(x):
+    return x
+
+
+def test_a_body_put_in_anothers_place_is_on_the_first_line_of_that_one():
+    def long_one(x):
+        y = x
+        for _ in range(3):
+            y = y + (lambda z: z * 2)(y) if y else [y, y, y, {1: y, 2: y, 3: y}, (y, y), y + 1, y + 2, y + 3]
+        raise ValueError(y)
+
+    code = code_with_constants(
+        long_one, {}, test_a_body_put_in_anothers_place_is_on_the_first_line_of_that_one.__code__
+    )
+    assert {line for _, _, line in code.co_lines() if line is not None} == {code.co_firstlineno}
+    assert list(code.co_lines())[-1][1] == len(code.co_code)
+    with pytest.raises(ValueError, match="27") as caught:
+        FunctionType(code, globals())(1)
+    assert caught.value.__traceback__.tb_next.tb_lineno == code.co_firstlineno

@@ -18,7 +18,8 @@ from support import FLAG_IS_GLOBAL, SOON_S, Task, python
 from torch import nn
 
 REPLACES_BUILTINS = hasattr(__import__("torch._export.non_strict_utils", fromlist=["x"]), "_override_builtin_ops")
-HAS_SCOPE = hasattr(guards, "_get_closure_vars") and "tmp" in torch._guards.ChainedSource.get_value.__code__.co_consts
+GET_VALUE = getattr(torch._guards.ChainedSource, "get_value", None)  # since 2.10
+HAS_SCOPE = hasattr(guards, "_get_closure_vars") and GET_VALUE is not None and "tmp" in GET_VALUE.__code__.co_consts
 OURS = (
     *(("tracing-flag",) if FLAG_IS_GLOBAL else ()),
     "module-hooks",

@@ -19,7 +19,7 @@ from fxsafe.patches import _locked, export_lock
 
 X = torch.ones(1, 2)
 # Strict export runs Dynamo under its lock up to some release, and without it since.
-WITHOUT_LOCK = importlib.util.find_spec("torch._dynamo.functional_export") is not None
+WITHOUT_LOCK = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 BOTH = ((), ("export-lock",))
 
 
