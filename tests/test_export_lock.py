@@ -90,12 +90,12 @@ def test_compiling_ahead_of_time_is_done_under_the_lock(patches: tuple[str, ...]
         seen.append(owned())
         raise ArithmeticError
 
-    compiled: Any = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)
     with contextlib.ExitStack() as stack:
         if patches:
             stack.enter_context(fxsafe.install(patches=patches))
         if hasattr(torch._dynamo.config, "enable_aot_compile"):  # up to some release it has to be asked for
             stack.enter_context(torch._dynamo.config.patch(enable_aot_compile=True))
+        compiled: Any = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)
         with contextlib.suppress(Exception):  # the backend's own, in some wrapping
             compiled.aot_compile(((X,), {}))
         assert not owned()
