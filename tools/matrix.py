@@ -102,6 +102,10 @@ def one(
     return row
 
 
+# What stands between these in the written file is a person's, and stays.
+_NOTES = "<!-- notes -->", "<!-- end of notes -->"
+
+
 def cell(fault: dict[str, str] | None) -> str:
     if fault is None:
         return ""
@@ -111,8 +115,11 @@ def cell(fault: dict[str, str] | None) -> str:
 
 
 def write(rows: dict[str, dict[str, object]]) -> None:
+    written = OUTPUT.read_text() if OUTPUT.exists() else ""
+    notes = written.partition(_NOTES[0])[2].partition(_NOTES[1])[0] or "\n"
     parts = [
         HEAD,
+        f"{_NOTES[0]}{notes}{_NOTES[1]}",
         "\n## The suite\n",
         "| torch | Python | commit | passed | failed | skipped | seconds |",
         "|---|" + "---|" * 6,
