@@ -24,11 +24,10 @@ from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fxsafe.dynamo import frame_hider
-from fxsafe.edits import CodeSwap, CodeWrap, Edit, ModuleProperties, code_with_constants, copy_function
+from fxsafe.edits import CodeSwap, CodeWrap, Edit, ModuleProperties, code_with_constants, one_of_equals
 from fxsafe.observe import events
 from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
 from fxsafe.shapes import Shape, own_function, require, shape_of
-from fxsafe.thread_globals import Rewrite, rewritten
 from fxsafe.traces import FX, lock, registered_body, state, trace_function
 
 if TYPE_CHECKING:
@@ -41,18 +40,11 @@ __all__ = ["PATCH", "UPSTREAM", "flag", "is_fixed_upstream", "set_flag"]
 
 UPSTREAM = "https://github.com/pytorch/pytorch/pull/168999"
 _NAME = "_is_fx_tracing_flag"
+_SCRATCH = "_fxsafe_is_fx_tracing_flag"
 
 
 class _Flag(threading.local):
     tracing: Any = False
-
-    @property
-    def _is_fx_tracing_flag(self) -> Any:
-        return self.tracing
-
-    @_is_fx_tracing_flag.setter
-    def _is_fx_tracing_flag(self, value: Any) -> None:
-        set_flag(value)
 
 
 flag = _Flag()
@@ -124,7 +116,10 @@ _PREDICATES = {
 
 
 class _Global:
-    """Keeps the module's own global at the value it had, although the body of ``Tracer.trace`` stores into it."""
+    """Keeps the module's own global at the value it had, although the body of ``Tracer.trace`` stores into it.
+
+    Torch's own body stores into another one, which stands beside it meanwhile; somebody else's into this one.
+    """
 
     def __init__(self, module: ModuleType) -> None:
         self.target = f"{FX}.{_NAME}"
@@ -135,11 +130,13 @@ class _Global:
     def apply(self) -> None:
         self._value = self._globals[_NAME]
         self._applied = True
+        self._globals[_SCRATCH] = False
 
     def undo(self) -> bool:
         if self._applied:
             self._globals[_NAME] = self._value
             self._applied = False
+        self._globals.pop(_SCRATCH, None)
         return True
 
     def tidy(self) -> None:
@@ -191,22 +188,13 @@ def _flagged(self: Any, root: Any, concrete_args: Any = None) -> Any:
         parts.tidy()
 
 
-def _own_flag_body(function: FunctionType, body: CodeType) -> CodeType:
-    """The body of ``Tracer.trace`` with the thread's flag for the global, which it then leaves alone.
-
-    Where there is no source of it the body goes on storing into the global as well, and ``_Global`` tidies up.
-    """
-    own = copy_function(function)
-    own.__code__ = body
-    try:
-        return rewritten(f"{FX}.Tracer.trace", own, Rewrite(frozenset({_NAME})), flag)
-    except ShapeError:
-        return body
+def _with_scratch(body: CodeType) -> CodeType:
+    """The body of ``Tracer.trace`` with another global for the one that nobody but others' mocks would look at."""
+    return body.replace(co_names=tuple(_SCRATCH if name == _NAME else name for name in body.co_names))
 
 
 def _trace_edit(module: ModuleType, kept: _Global) -> Edit:
-    function, body = trace_function(module)
-    own_flag = _own_flag_body(function, body)
+    _, body = trace_function(module)
     hide = frame_hider()
     if shape_of(body).writes != {_NAME}:
         raise ShapeError(f"{FX}.Tracer.trace has an unknown shape: {shape_of(body)}")
@@ -214,7 +202,7 @@ def _trace_edit(module: ModuleType, kept: _Global) -> Edit:
     def wrap(original: FunctionType) -> _Flagged:
         hide(set_flag, _Marked.avoided)
         if original.__code__ is body:
-            original.__code__ = own_flag
+            original.__code__ = one_of_equals(_with_scratch(body))
         return _Flagged(original, kept)
 
     return CodeWrap(f"{FX}.Tracer.trace", registered_body(module), _flagged, wrap)  # type: ignore[arg-type]
