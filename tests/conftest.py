@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +35,10 @@ def nothing_stays_behind(num_parallel_threads: int) -> Iterator[None]:
     assert not left, "the test left fxsafe installed"
     assert changed_places() == []
     assert len(places) == 0, "a trace left what it patched"
+    # A lock that is left taken lets another test wait for ever.
+    assert not places.lock._is_owned()
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    assert convert_frame is None or not convert_frame.compile_lock._is_owned()
 
 
 @pytest.fixture
