@@ -73,7 +73,10 @@ def kept_state(module: ModuleType, names: Iterable[str], make: Callable[[], _S])
     Code that Dynamo has compiled is guarded by the code objects of the functions that it went through, and these hold
     the state: with another one for each installation, each would compile everything again, up to Dynamo's limit.
     """
-    state: _S = _kept.setdefault((module.__name__, frozenset(names)), make())
+    key = module.__name__, frozenset(names)
+    if key not in _kept:
+        _kept[key] = make()
+    state: _S = _kept[key]
     return state
 
 

@@ -19,6 +19,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 # Deadlines for what happens at once unless something is broken; generous because test machines are shared.
 SOON_S = 60
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 FLAG_IS_GLOBAL = hasattr(st, "_is_fx_tracing_flag")  # torch up to 2.13
 GUARD_ASKS_SYMBOLIC = hasattr(st, "is_fx_symbolic_tracing")  # torch from 2.9
 REFUSAL = "Detected that you are using FX to symbolically trace a dynamo-optimized function"
@@ -87,8 +88,8 @@ def trace_elsewhere(inside: Callable[[], Any] | None = None) -> Iterator[Gate]:
 
 
 @contextmanager
-def inside_elsewhere(manager: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Another thread is inside a context manager, which it makes itself, for the length of the block."""
+def inside_elsewhere(manager: Callable[[], AbstractContextManager[Any]]) -> Iterator[threading.Event]:
+    """Another thread is inside a context manager, which it makes itself, to the end of the block or of the event."""
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -99,7 +100,7 @@ def inside_elsewhere(manager: Callable[[], AbstractContextManager[Any]]) -> Iter
     task = Task(hold)
     assert inside.wait(SOON_S)
     try:
-        yield
+        yield leave
     finally:
         leave.set()
         task.result()

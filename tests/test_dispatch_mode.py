@@ -3,37 +3,21 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from locks_support import applied
-from support import SOON_S, Task, X
+from support import RELEASE, X, inside_elsewhere
 from torch.utils import _python_dispatch as dispatch
 from torch.utils.flop_counter import FlopCounterMode
 
-RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 NAMES = [name for name in vars(dispatch) if name.startswith("_is_in_")]
 
 
-@contextmanager
-def mode_elsewhere() -> Iterator[threading.Event]:
-    """Another thread is inside a mode; the event lets it out."""
-    inside, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with FlopCounterMode(display=False):
-            inside.set()
-            leave.wait(SOON_S)
-
-    task = Task(hold)
-    assert inside.wait(SOON_S)
-    try:
-        yield leave
-    finally:
-        leave.set()
-        task.result()
+def mode_elsewhere() -> AbstractContextManager[threading.Event]:
+    return inside_elsewhere(lambda: FlopCounterMode(display=False))
 
 
 def graphs() -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo.utils as dynamo_utils
 from locks_support import applied
-from support import trace_elsewhere
+from support import FLAG_IS_GLOBAL, trace_elsewhere
 from torch import nn
 
 from fxsafe.patches._slots import places
@@ -114,7 +114,7 @@ def calls_what_traces_replace(x: torch.Tensor) -> torch.Tensor:
     return a_leaf(x) * math.sqrt(4)
 
 
-FLAG = ("tracing-flag",) if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14) else ()
+FLAG = ("tracing-flag",) if FLAG_IS_GLOBAL else ()
 
 
 @pytest.mark.parametrize("patches", [(*FLAG, "module-hooks"), (*FLAG, "module-hooks", "dynamo-hooks")])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import threading
 from typing import Any
 
 import pytest
 import torch
 from locks_support import applied
-from support import SOON_S, inside_elsewhere
+from support import RELEASE, SOON_S, inside_elsewhere
 from torch import nn
 from torch._dynamo import convert_frame
 
@@ -19,7 +20,7 @@ from fxsafe.patches import _locked, export_lock
 
 X = torch.ones(1, 2)
 # Strict export runs Dynamo under its lock up to some release, and without it since.
-WITHOUT_LOCK = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+WITHOUT_LOCK = RELEASE >= (2, 10)
 BOTH = ((), ("export-lock",))
 
 
@@ -27,7 +28,7 @@ def owned() -> bool:
     return bool(convert_frame.compile_lock._is_owned())
 
 
-def lock_held_elsewhere() -> contextlib.AbstractContextManager[None]:
+def lock_held_elsewhere() -> contextlib.AbstractContextManager[threading.Event]:
     return inside_elsewhere(lambda: convert_frame.compile_lock)
 
 

@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch._dynamo
 from locks_support import applied, passes
-from support import Task
+from support import RELEASE, Task
 from torch import nn
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10), reason="no reset in an export before 2.10"
-)
+pytestmark = pytest.mark.skipif(RELEASE < (2, 10), reason="no reset in an export before 2.10")
 X = torch.ones(3, 2)
 
 

@@ -33,7 +33,7 @@ def compiles() -> bool:
     return bool(ran)
 
 
-def elsewhere(*arguments: Any, **more: Any) -> contextlib.AbstractContextManager[None]:
+def elsewhere(*arguments: Any, **more: Any) -> contextlib.AbstractContextManager[threading.Event]:
     return inside_elsewhere(lambda: torch.compiler.set_stance(*arguments, **more))
 
 
