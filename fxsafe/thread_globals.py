@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, Edit, ModuleProperties, copy_function, one_of_equals
@@ -45,10 +45,14 @@ __all__ = [
 ]
 
 PLACEHOLDER = "<fxsafe state>"
+_NOW = "_fxsafe_now"
 _CLOSING_LINES = 20
 _FUTURE = 0
 for _feature in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _feature).compiler_flag
+
+
+_S = TypeVar("_S")
 
 
 class ThreadGlobals(threading.local):
@@ -63,29 +67,58 @@ class ThreadGlobals(threading.local):
             setattr(self, name, make())
 
 
-_kept: dict[tuple[str, frozenset[str]], Any] = {}
-_S = TypeVar("_S")
-
-
-def kept_state(module: ModuleType, names: Iterable[str], make: Callable[[], _S]) -> _S:
-    """The one state of these globals of a module, for the length of the process.
+class Kept(Generic[_S]):
+    """Where changed code finds the values of some globals: one object for the length of the process.
 
     Code that Dynamo has compiled is guarded by the code objects of the functions that it went through, and these hold
-    the state: with another one for each installation, each would compile everything again, up to Dynamo's limit.
+    this object: with another one for each installation, each would compile everything again, up to Dynamo's limit.
+    The values are each installation's own. A thread that is inside a block while fxsafe goes leaves the block in
+    torch's way, and would be found inside by the next installation for good.
+
+    It is an edit that comes before all that use it.
     """
-    key = module.__name__, frozenset(names)
-    if key not in _kept:
-        _kept[key] = make()
-    state: _S = _kept[key]
-    return state
+
+    __slots__ = ("_fxsafe_now", "_make", "target")
+    _fxsafe_now: _S
+
+    def __init__(self, target: str, make: Callable[[], _S]) -> None:
+        self.target = target
+        self._make = make
+        self.apply()
+
+    @property
+    def now(self) -> _S:
+        return self._fxsafe_now
+
+    def apply(self) -> None:
+        self._fxsafe_now = self._make()
+
+    def undo(self) -> bool:
+        return True
 
 
-def _property_of(state: object, name: str) -> property:
+_kept: dict[str, Kept[Any]] = {}
+
+
+def kept_state(module: ModuleType, names: Iterable[str], make: Callable[[], _S]) -> Kept[_S]:
+    """The one place for the values of these globals of a module.
+
+    Args:
+        make: what has an attribute for each of the names, with other values in other threads. Called once for each
+            installation.
+    """
+    target = f"{module.__name__}.{'/'.join(sorted(names))}"
+    if target not in _kept:
+        _kept[target] = Kept(target, make)
+    return _kept[target]
+
+
+def _property_of(state: Kept[Any], name: str) -> property:
     def read(module: Any) -> Any:
-        return getattr(state, name)
+        return getattr(state._fxsafe_now, name)
 
     def write(module: Any, value: Any) -> None:
-        setattr(state, name, value)
+        setattr(state._fxsafe_now, name, value)
 
     frame_hider()(read, write)
     return property(read, write)
@@ -131,13 +164,22 @@ def nested(code: CodeType) -> Iterator[CodeType]:
 
 
 class Rewrite(ast.NodeTransformer):
-    def __init__(self, names: frozenset[str]) -> None:
+    """Puts an attribute of the state in the place of each of the names, as a global."""
+
+    def __init__(self, names: frozenset[str], *, kept: bool = False) -> None:
+        """
+        Args:
+            kept: the state is a ``Kept``, and what it holds has the attributes.
+        """
         self._names = names
+        self._kept = kept
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self._names:
             return node
-        state = ast.copy_location(ast.Constant(PLACEHOLDER), node)
+        state: ast.expr = ast.copy_location(ast.Constant(PLACEHOLDER), node)
+        if self._kept:
+            state = ast.copy_location(ast.Attribute(state, _NOW, ast.Load()), node)
         return ast.copy_location(ast.Attribute(state, node.id, node.ctx), node)
 
     def visit_Global(self, node: ast.Global) -> ast.AST:
@@ -208,7 +250,7 @@ def _gist(code: CodeType) -> tuple[object, ...]:
     global's did. Not its instructions: how a method is called depends on the imports around it.
     """
     return (
-        code.co_names,
+        tuple(name for name in code.co_names if name != _NOW),
         code.co_varnames,
         code.co_freevars,
         code.co_cellvars,
@@ -277,20 +319,22 @@ class Inline:
 
 def isolate(
     module: ModuleType,
-    state: threading.local,
+    state: Kept[Any],
     names: frozenset[str],
     users: frozenset[str],
     *,
     known_to_dynamo: frozenset[str] = frozenset(),
     by_attribute: bool = True,
+    inherit: bool = True,
 ) -> list[Edit]:
     """Edits that give every thread its own value of some globals of ``module``.
 
     Args:
-        state: has an attribute for each of the names.
+        state: the place for these names.
         users: functions of the module that are known to use one of these globals.
         known_to_dynamo: functions for which Dynamo has rules of its own, by their identity; it does not inline them.
         by_attribute: whether other modules use the globals as well. The module object then gets a class of its own.
+        inherit: whether the thread that installs goes on with what the globals hold.
 
     Raises:
         ShapeError: the module does not have these globals or functions, or uses the globals in a place that cannot
@@ -299,7 +343,7 @@ def isolate(
     missing = names - vars(module).keys()
     if missing:
         raise ShapeError(f"{module.__name__} has no global {sorted(missing)}")
-    edits: list[Edit] = []
+    edits: list[Edit] = [state]
     found: dict[str, range] = {}
     for function in functions_of(module):
         codes = list(nested(function.__code__))
@@ -309,7 +353,7 @@ def isolate(
         shadowed = names & {name for c in codes for name in (*c.co_varnames, *c.co_cellvars, *c.co_freevars)}
         if shadowed:
             raise ShapeError(f"{where} has local variables {sorted(shadowed)}")
-        edits.append(CodeSwap(where, function, rewritten(where, function, Rewrite(names), state)))
+        edits.append(CodeSwap(where, function, rewritten(where, function, Rewrite(names, kept=True), state)))
         if function.__name__ not in known_to_dynamo:
             seen = vars(module).get(function.__name__)
             manager = inspect.isgeneratorfunction(function) and getattr(seen, "__wrapped__", None) is function
@@ -320,7 +364,7 @@ def isolate(
     require_complete(module, names, found)
     if by_attribute:
         edits.append(ModuleProperties(module.__name__, module, {name: _property_of(state, name) for name in names}))
-    edits.append(_Inherit(module, state, names))
+    edits.append(_Inherit(module, state, names, inherit=inherit))
     return edits
 
 
@@ -334,21 +378,24 @@ def _compiles_elsewhere() -> bool:
 class _Inherit:
     """The thread that installs goes on with the values it sees, for it may be inside a block that has set them.
 
-    Not so while another thread compiles: what is set then is set by that one, and would never be taken back here.
+    Not so while another thread compiles: what is set then is set by that one, and would never be taken back here. If
+    the thread has left the block when it uninstalls, the globals no longer say that it is inside.
 
     A dictionary it gets as a copy. The module's own one is put aside meanwhile: what was left in it would come back
     with it, and Dynamo, which reads module dictionaries, must find there what a thread begins with.
     """
 
-    def __init__(self, module: ModuleType, state: threading.local, names: frozenset[str]) -> None:
-        self.target = f"{module.__name__}.{'/'.join(sorted(names))}"
+    def __init__(self, module: ModuleType, state: Kept[Any], names: frozenset[str], *, inherit: bool) -> None:
+        self.target = state.target
         self._globals = vars(module)
         self._state = state
         self._names = names
+        self._inherit = inherit
         self._aside: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {}
+        self._blocks = _Blocks()
 
     def apply(self) -> None:
-        mine = not _compiles_elsewhere()
+        mine = self._inherit and not _compiles_elsewhere()
         for name in self._names:
             value = self._globals[name]
             if type(value) is dict:
@@ -356,14 +403,27 @@ class _Inherit:
                 self._globals[name] = self._aside[name][1]
                 value = value.copy()
             if mine:
-                setattr(self._state, name, value)
+                setattr(self._state.now, name, value)
+            if value is True and getattr(self._state.now, name) is True:
+                self._blocks.open.append(name)
 
     def undo(self) -> bool:
         for name, (original, empty) in self._aside.items():
             if self._globals[name] is empty:
                 self._globals[name] = original
         self._aside.clear()
+        for name in self._blocks.open:
+            if self._globals[name] is True and getattr(self._state.now, name) is False:
+                self._globals[name] = False
+        self._blocks.open.clear()
         return True
+
+
+class _Blocks(threading.local):
+    """Which globals said, at the installation, that this thread is inside a block."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
 
 
 def require_complete(module: ModuleType, names: frozenset[str], found: Mapping[str, range]) -> None:

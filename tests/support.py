@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,13 @@ def trace_elsewhere(inside: Callable[[], Any] | None = None) -> Iterator[Gate]:
     finally:
         gate.let_out.set()
         task.result()
+
+
+@contextmanager
+def thread_of_its_own() -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Calls what it is given in one and the same other thread, and returns or raises what that does."""
+    with ThreadPoolExecutor(1) as thread:
+        yield lambda function: thread.submit(function).result(SOON_S)
 
 
 @contextmanager

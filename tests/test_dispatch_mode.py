@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from locks_support import applied
-from support import RELEASE, X, inside_elsewhere
+from support import RELEASE, Task, X, inside_elsewhere, thread_of_its_own
 from torch.utils import _python_dispatch as dispatch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -39,9 +39,7 @@ def graphs() -> int:
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    before = {name: vars(dispatch)[name] for name in NAMES}
     yield
-    vars(dispatch).update(before)  # what the canaries leave
     torch._dynamo.reset()
 
 
@@ -88,3 +86,42 @@ def test_who_installs_inside_a_mode_stays_inside() -> None:
             assert dispatch.is_in_torch_dispatch_mode()
         assert dispatch.is_in_torch_dispatch_mode()
     assert not dispatch.is_in_torch_dispatch_mode()
+
+
+def test_who_installs_inside_a_mode_may_leave_it_before_fxsafe_goes() -> None:
+    mode = FlopCounterMode(display=False)
+    mode.__enter__()
+    with applied("dispatch-mode"):
+        assert dispatch.is_in_torch_dispatch_mode()
+        mode.__exit__(None, None, None)
+        assert not dispatch.is_in_torch_dispatch_mode()
+    assert not any(vars(dispatch)[name] for name in NAMES)
+
+
+def test_what_blocks_have_left_before_the_installation_is_not_believed() -> None:
+    vars(dispatch).update(dict.fromkeys(NAMES, True))
+    with applied("dispatch-mode"):
+        assert not dispatch.is_in_torch_dispatch_mode()
+        assert graphs() == 1
+        assert not Task(dispatch.is_in_torch_dispatch_mode).result()
+    assert all(vars(dispatch)[name] for name in NAMES)
+
+
+def test_a_thread_that_was_inside_a_mode_before_knows_it() -> None:
+    with thread_of_its_own() as does:
+        mode = FlopCounterMode(display=False)
+        does(mode.__enter__)
+        with applied("dispatch-mode"):
+            assert does(dispatch.is_in_torch_dispatch_mode)
+            does(lambda: mode.__exit__(None, None, None))
+            assert not does(dispatch.is_in_torch_dispatch_mode)
+
+
+def test_a_mode_that_outlives_an_installation_is_over_in_the_next() -> None:
+    with thread_of_its_own() as does:
+        mode = FlopCounterMode(display=False)
+        with applied("dispatch-mode"):
+            does(mode.__enter__)
+        does(lambda: mode.__exit__(None, None, None))
+        with applied("dispatch-mode"):
+            assert not does(dispatch.is_in_torch_dispatch_mode)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 from locks_support import applied
-from support import SOON_S, Task
+from support import SOON_S, Task, thread_of_its_own
 
 pytestmark = pytest.mark.skipif(not hasattr(torch._dynamo, "error_on_graph_break"), reason="since torch 2.9")
 
@@ -49,3 +49,24 @@ def test_ones_own_setting_still_is() -> None:
         with torch._dynamo.error_on_graph_break(True), pytest.raises(torch._dynamo.exc.Unsupported):
             breaks()
         assert torch.equal(breaks(), torch.full((2,), 4.0))
+
+
+def test_a_setting_that_outlives_an_installation_is_over_in_the_next() -> None:
+    with thread_of_its_own() as does:
+        setting = torch._dynamo.error_on_graph_break(True)
+        with applied("graph-break-setting"):
+            does(setting.__enter__)
+        does(lambda: setting.__exit__(None, None, None))
+        with applied("graph-break-setting"):
+            assert torch.equal(does(breaks), torch.full((2,), 4.0))
+
+
+def test_a_setting_may_end_before_fxsafe_goes() -> None:
+    setting = torch._dynamo.error_on_graph_break(True)
+    setting.__enter__()
+    with applied("graph-break-setting"):
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            breaks()
+        setting.__exit__(None, None, None)
+        assert torch.equal(breaks(), torch.full((2,), 4.0))
+    assert torch.equal(breaks(), torch.full((2,), 4.0))

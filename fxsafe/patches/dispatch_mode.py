@@ -10,15 +10,18 @@ Upstream: pytorch#166417 walks the stack (2.11), pytorch#190287 lets a skip last
 2.5 to 2.15.
 
 Why this place is enough: the globals are used by functions of ``torch.utils._python_dispatch`` only. The modes
-themselves are on a stack of the thread's already.
+themselves are on a stack of the thread's already, which is what a thread's values begin with: blocks that overlapped
+before the installation leave nothing in it.
 
 This file can be deleted when the oldest supported torch keeps the globals per thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.patches.base import Patch, Plan
@@ -28,17 +31,29 @@ from fxsafe.traces import FX
 __all__ = ["PATCH"]
 
 DISPATCH = "torch.utils._python_dispatch"
-_NAMES = frozenset({"_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode"})
-_SINCE_2_9 = "_is_in_any_mode_without_ignore_compile_internals"
+# What each says of the modes that the thread is inside, by what they ask a mode.
+_NAMES: dict[str, Callable[[Any], bool]] = {
+    "_is_in_torch_dispatch_mode": lambda mode: True,
+    "_is_in_non_infra_torch_dispatch_mode": lambda mode: not mode.is_infra_mode(),
+}
+_SINCE_2_9: dict[str, Callable[[Any], bool]] = {
+    "_is_in_any_mode_without_ignore_compile_internals": lambda mode: not mode.ignore_compile_internals(),
+}
 _USERS = frozenset({"is_in_torch_dispatch_mode", "TorchDispatchMode.__enter__", "TorchDispatchMode.__exit__"})
 
 
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     module = modules[DISPATCH]
-    names = _NAMES | ({_SINCE_2_9} & vars(module).keys())
-    frame_hider()(ThreadGlobals.__init__)
-    state = kept_state(module, names, lambda: ThreadGlobals(dict.fromkeys(names, bool)))
-    return Plan(isolate(module, state, names, _USERS, by_attribute=False))
+    asked = _NAMES | {name: ask for name, ask in _SINCE_2_9.items() if name in vars(module)}
+    names = frozenset(asked)
+
+    def inside(ask: Callable[[Any], bool]) -> bool:
+        return any(ask(mode) for mode in module._get_current_dispatch_mode_stack())
+
+    frame_hider()(ThreadGlobals.__init__, inside, *asked.values())
+    initial = {name: partial(inside, ask) for name, ask in asked.items()}
+    state = kept_state(module, names, lambda: ThreadGlobals(initial))
+    return Plan(isolate(module, state, names, _USERS, by_attribute=False, inherit=False))
 
 
 PATCH = Patch(

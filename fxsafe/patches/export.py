@@ -25,8 +25,8 @@ from __future__ import annotations
 import builtins
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -157,8 +157,9 @@ def _trace_edits(trace: ModuleType) -> Iterator[Edit]:
         raise ShapeError(f"{TRACE} has no global {sorted(missing)}")
     initial = {name: partial(vars(trace).__getitem__, name) for name in _NAMES}
     state = kept_state(trace, _NAMES, lambda: ThreadGlobals(initial))
+    yield state
     decorator = own_function(trace, _WRAPPER)
-    wrapping = rewritten(f"{TRACE}.{_WRAPPER}", decorator, Rewrite(_NAMES), state)
+    wrapping = rewritten(f"{TRACE}.{_WRAPPER}", decorator, Rewrite(_NAMES, kept=True), state)
     wrapper, plain = (
         next((c for c in nested(code) if c.co_name == "wrapper"), None) for code in (wrapping, decorator.__code__)
     )
@@ -173,7 +174,7 @@ def _trace_edits(trace: ModuleType) -> Iterator[Edit]:
         if function.__code__ is plain:
             yield CodeSwap(where, function, wrapper)
         else:
-            yield CodeSwap(where, function, rewritten(where, function, Rewrite(_NAMES), state))
+            yield CodeSwap(where, function, rewritten(where, function, Rewrite(_NAMES, kept=True), state))
             found[function.__qualname__] = lines_of(function.__code__)
     if "_export" not in found:
         raise ShapeError(f"{TRACE}._export does not set {sorted(_NAMES)}")
@@ -211,15 +212,14 @@ class _Backend:
 _backends: dict[str, _Backend] = {}
 
 
-class _Torch:
-    """What stands for ``torch`` in ``_ignore_backend_decomps``."""
+@cache
+def _torch(names: frozenset[str]) -> SimpleNamespace:
+    """What holds the stand-in for ``torch`` in ``_ignore_backend_decomps``; one for the process, as a ``Kept`` is."""
+    import torch
 
-    def __init__(self, names: Iterable[str]) -> None:
-        import torch
-
-        for name in names:
-            _backends.setdefault(name, _Backend(getattr(torch.backends, name)))
-        self.torch = SimpleNamespace(backends=SimpleNamespace(**_backends))
+    for name in names:
+        _backends[name] = _Backend(getattr(torch.backends, name))
+    return SimpleNamespace(torch=SimpleNamespace(backends=SimpleNamespace(**_backends)))
 
 
 def _backends_edit(trace: ModuleType) -> Edit:
@@ -232,8 +232,8 @@ def _backends_edit(trace: ModuleType) -> Edit:
     if not names or not names <= {"mkldnn", "nnpack", "cudnn"}:
         raise ShapeError(f"{where} has an unknown shape: {shape_of(function.__code__)}")
     frame_hider()(_Backend.set_flags)
-    state = kept_state(trace, {_BACKENDS}, lambda: _Torch(sorted(names)))
-    return CodeSwap(where, function, rewritten(where, function, Rewrite(frozenset({"torch"})), state))
+    code = rewritten(where, function, Rewrite(frozenset({"torch"})), _torch(frozenset(names)))
+    return CodeSwap(where, function, code)
 
 
 def _after_fork_in_child() -> None:

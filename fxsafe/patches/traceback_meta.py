@@ -24,7 +24,7 @@ from typing import Any
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import AttributeSwap
 from fxsafe.patches.base import Patch, Plan, ShapeError
-from fxsafe.thread_globals import ThreadGlobals, isolate, kept_state
+from fxsafe.thread_globals import Kept, ThreadGlobals, isolate, kept_state
 
 __all__ = ["PATCH"]
 
@@ -49,17 +49,17 @@ class _State(ThreadGlobals):
 class _FirstMeta:
     """What flex_attention calls ``current_meta``: the dictionary that the calling thread's one began with."""
 
-    def __init__(self, state: _State) -> None:
+    def __init__(self, state: Kept[_State]) -> None:
         self._state = state
 
     def get(self, *arguments: Any) -> Any:
-        return self._state.first_meta.get(*arguments)
+        return self._state.now.first_meta.get(*arguments)
 
 
 class _Flex:
     """Puts the view where flex_attention has bound the dictionary; the installing thread keeps a stale one."""
 
-    def __init__(self, flex: ModuleType, state: _State, *, stale: bool) -> None:
+    def __init__(self, flex: ModuleType, state: Kept[_State], *, stale: bool) -> None:
         view = _FirstMeta(state)
         self._swap = AttributeSwap(f"{FLEX}.{_META}", flex, _META, view)
         self.target = self._swap.target
@@ -68,7 +68,7 @@ class _Flex:
         self._stale = stale
 
     def apply(self) -> None:
-        self._state.first_meta = vars(self._flex)[_META] if self._stale else self._state.current_meta
+        self._state.now.first_meta = vars(self._flex)[_META] if self._stale else self._state.now.current_meta
         self._swap.apply()
 
     def undo(self) -> bool:
