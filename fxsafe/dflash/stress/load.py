@@ -69,14 +69,16 @@ def make_target(plan: Plan, device: torch.device) -> Target:
     """A random Qwen3 of four layers."""
     import transformers
 
+    head = min(128, max(16, plan.hidden // 4))
+    heads = max(4, plan.hidden // head)
     config = transformers.Qwen3Config(
         vocab_size=ROWS,
         hidden_size=plan.hidden,
         intermediate_size=2 * plan.hidden,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=max(16, plan.hidden // 4),
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=head,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
         use_sliding_window=False,
