@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import traceback
 import weakref
 from _thread import get_ident
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from typing import Any
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeWrap, Edit, body_below, copy_function
 from fxsafe.errors import FxsafeError
-from fxsafe.observe import events
+from fxsafe.observe import events, threads
 from fxsafe.shapes import ShapeError, own_function, shape_of
 
 __all__ = [
@@ -91,14 +90,7 @@ def _in_flight_elsewhere() -> dict[int, bool]:
 
 
 def _describe(idents: Mapping[int, bool]) -> str:
-    frames = sys._current_frames()
-    names = {t.ident: t.name for t in threading.enumerate()}
-    lines = []
-    for ident in idents:
-        lines.append(f"thread {names.get(ident, '?')!r} (ident {ident}) is tracing at:\n")
-        if ident in frames:
-            lines += traceback.format_stack(frames[ident])
-    return "".join(lines).rstrip()
+    return "".join(f"{threads.name(ident)} is tracing at:\n{threads.stack(ident)}" for ident in idents).rstrip()
 
 
 @contextmanager

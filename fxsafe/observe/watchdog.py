@@ -9,13 +9,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import traceback
 from _thread import get_ident
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from fxsafe import traces
-from fxsafe.observe import events
+from fxsafe.observe import events, threads
 from fxsafe.observe.events import Phase
 
 __all__ = ["after_fork_in_child", "watch"]
@@ -86,30 +84,17 @@ class _Watchdog:
 
 def _report(stall: _Stall) -> str:
     lasted = time.perf_counter() - stall.since
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-
-    def name(ident: int) -> str:
-        return f"thread {names.get(ident, '?')!r} (ident {ident})"
-
+    who = threads.name(stall.ident)
     if stall.what == "trace":
-        lines = [f"fxsafe: {name(stall.ident)} has been inside one trace for {lasted:.1f} s, at\n"]
+        lines = [f"fxsafe: {who} has been inside one trace for {lasted:.1f} s, at\n"]
     else:
-        lines = [f"fxsafe: {name(stall.ident)} has had to {stall.what} for {lasted:.1f} s, at\n"]
-    lines += _stacks([stall.ident])
+        lines = [f"fxsafe: {who} has had to {stall.what} for {lasted:.1f} s, at\n"]
+    lines.append(threads.stack(stall.ident))
     for owner in stall.owners:
-        lines.append(f"{name(owner)} could end that and is at\n")
-        lines += _stacks([owner])
+        lines += f"{threads.name(owner)} could end that and is at\n", threads.stack(owner)
     if stall.what != "trace" and not stall.owners:
         lines.append("who could end that is not known\n")
     return "".join(lines)
-
-
-def _stacks(idents: Iterable[int]) -> list[str]:
-    frames = sys._current_frames()
-    out: list[str] = []
-    for ident in idents:
-        out += traceback.format_stack(frames[ident]) if ident in frames else ["  (it has ended)\n"]
-    return out
 
 
 def _say(text: str) -> None:

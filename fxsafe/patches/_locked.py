@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fxsafe.observe import threads
 from fxsafe.patches.compile_lock import CONVERT_FRAME
 
 __all__ = ["WAIT_S", "under_compile_lock"]
@@ -55,17 +56,15 @@ def under_compile_lock(what: str) -> Iterator[bool]:
 
 
 def _report(what: str) -> None:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
     stacks = [
-        f"thread {names.get(ident, ident)} at\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in frames.items()
+        f"{threads.name(ident)} at\n{threads.stack(ident)}"
+        for ident, frame in sys._current_frames().items()
         if ident != threading.get_ident()
         and any("torch/_dynamo/" in f.f_code.co_filename for f, _ in traceback.walk_stack(frame))
     ]
     _log.warning(
-        "thread %s waited %g s for Dynamo's compile lock before %s and goes on without it. Threads inside Dynamo:\n%s",
-        threading.current_thread().name,
+        "%s waited %g s for Dynamo's compile lock before %s and goes on without it. Threads inside Dynamo:\n%s",
+        threads.name(threading.get_ident()),
         WAIT_S,
         what,
         "\n".join(stacks) or "(none)",

@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import traceback
 import weakref
 from _thread import get_ident
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,7 @@ from typing import Any
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import AttributeSwap, Edit
-from fxsafe.observe import events
+from fxsafe.observe import events, threads
 from fxsafe.patches.base import Patch, Plan, ShapeError
 
 __all__ = ["PATCH", "CompileLock"]
@@ -159,16 +158,13 @@ class CompileLock:
 
     def _report(self) -> None:
         holder = self._holder
-        frame = None if holder is None else sys._current_frames().get(holder)
-        name = next((thread.name for thread in threading.enumerate() if thread.ident == holder), holder)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (not known)\n"
         _log.warning(
-            "thread %s has waited %g s for Dynamo's compile lock and goes on waiting. Thread %s holds it at\n%s"
+            "%s has waited %g s for Dynamo's compile lock and goes on waiting. It is held by %s, at\n%s"
             "If that thread waits for a lock or a thread of yours, this is a dead-lock in the program.",
-            threading.current_thread().name,
+            threads.name(get_ident()),
             REPORT_AFTER_S,
-            name,
-            stack,
+            threads.name(holder),
+            threads.stack(holder),
         )
 
     def after_fork_in_child(self) -> None:

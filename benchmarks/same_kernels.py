@@ -1,0 +1,146 @@
+"""Are kernels compiled while another thread traces those that are compiled alone? Their source, and their speed.
+
+    python benchmarks/same_kernels.py                  # the CPU; needs a C++ compiler
+    python benchmarks/same_kernels.py --device cuda
+
+The story that fxsafe comes from asks it: a compile that was let through beside a trace might have made worse kernels.
+A small transformer's forward and backward are compiled by Inductor, all caches off: on plain torch while nothing else
+runs, and under each fix alone, beside a thread that stands inside a trace, and beside one that traces all the time.
+Prints one line for each and exits 0 if every source is the first one's. Speed is measured in turns that alternate
+with the first one's, when nobody traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+
+import models
+import torch
+import turns
+from torch._inductor.utils import run_and_get_code
+
+import fxsafe
+
+_LONG_S = 600
+
+
+def step(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def normal(source: str) -> str:
+    """Without the number that Inductor gives each graph of a process."""
+    return re.sub(r"AOT ID: \[.*\]", "AOT ID", source)
+
+
+def compiled(model: torch.nn.Module, x: torch.Tensor) -> tuple[Callable[[], None], list[str]]:
+    """A training step of the model, compiled now, and the source of its graphs."""
+    call = torch.compile(types.FunctionType(step.__code__.replace(), globals()))
+
+    def train() -> None:
+        model.zero_grad()
+        call(model, x).backward()
+
+    _, sources = run_and_get_code(train)
+    return train, [normal(source) for source in sources]
+
+
+@contextlib.contextmanager
+def standing_inside_a_trace() -> Iterator[None]:
+    inside, leave = threading.Event(), threading.Event()
+
+    def forward(x: Any) -> Any:
+        inside.set()
+        leave.wait(_LONG_S)
+        return x + 1
+
+    thread = threading.Thread(target=torch.fx.symbolic_trace, args=(forward,))
+    thread.start()
+    inside.wait(_LONG_S)
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def tracing_all_the_time() -> Iterator[None]:
+    stop = threading.Event()
+    model = models.Transformer()
+
+    def trace() -> None:
+        while not stop.is_set():
+            torch.fx.symbolic_trace(model)
+
+    thread = threading.Thread(target=trace)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each comparison of speeds (default: 5)")
+    parser.add_argument("--json", help="file for all numbers")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = models.Transformer(layers=2, width=256).to(options.device)
+    x = torch.randn(4, 128, 256, device=options.device)
+
+    def timed(train: Callable[[], None]) -> Callable[[], float]:
+        def run() -> float:
+            began = time.perf_counter()
+            train()
+            if options.device != "cpu":
+                torch.cuda.synchronize()
+            return time.perf_counter() - began
+
+        return run
+
+    alone, expected = compiled(model, x)
+    print(f"torch {torch.__version__}, {options.device}: {len(expected)} graphs, plain and alone")
+    rows: list[dict[str, Any]] = []
+    for fix in ("thread-local", "always-false"):
+        for beside in (contextlib.nullcontext, standing_inside_a_trace, tracing_all_the_time):
+            where = "alone" if beside is contextlib.nullcontext else beside.__name__.replace("_", " ")
+            with fxsafe.install(fix):
+                with beside():
+                    train, sources = compiled(model, x)
+                found = turns.compare(timed(alone), timed(train), seconds=options.seconds)
+            same = sources == expected
+            rows.append({"fix": fix, "where": where, "same": same, "ratio": found.ratio, "error": found.error})
+            print(
+                f"{fix:>12}, {where:<25} source {'the same' if same else 'DIFFERS'}, "
+                f"{found.before * 1e3:.3f} -> {found.after * 1e3:.3f} ms a step, ratio {found.ratio:.3f} "
+                f"+-{found.error / found.before:.3f}",
+                flush=True,
+            )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"torch": torch.__version__, "graphs": len(expected), "rows": rows}, file, indent=1)
+    return 0 if all(row["same"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
