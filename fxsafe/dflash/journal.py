@@ -1,9 +1,10 @@
-"""What a run tells: lines or a progress bar, ``metrics.jsonl``, TensorBoard, and a plot of the curves."""
+"""What a run tells: lines or a progress bar, ``metrics.jsonl``, TensorBoard, W&B, and a plot of the curves."""
 
 from __future__ import annotations
 
 import json
 import math
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,18 +23,30 @@ class Journal:
         total: steps of the whole run.
         first: finished steps; records of later ones, from a run that was cut off, are removed.
         tensorboard: write events too.
+        wandb: project of Weights & Biases that gets the numbers too; None for none. A resumed run goes on there.
+        settings: of the run, for Weights & Biases.
         quiet: print nothing.
+
+    Raises:
+        DFlashError: a package is missing, or Weights & Biases does not take the run.
     """
 
     def __init__(
-        self, directory: Path, total: int, *, first: int = 0, tensorboard: bool = False, quiet: bool = False
+        self,
+        directory: Path,
+        total: int,
+        *,
+        first: int = 0,
+        tensorboard: bool = False,
+        wandb: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        quiet: bool = False,
     ) -> None:
         self.path = directory / "metrics.jsonl"
         kept = [r for r in read_metrics(self.path) if r["step"] <= first] if self.path.exists() else []
         new = self.path.with_suffix(".new")
         new.write_text("".join(json.dumps(r) + "\n" for r in kept))
         new.replace(self.path)
-        self._stream = self.path.open("a")
         self._total, self._quiet = total, quiet
         self._writer: Any = None
         if tensorboard:
@@ -42,6 +55,8 @@ class Journal:
             except ImportError as error:
                 raise DFlashError("run.tensorboard needs the package tensorboard") from error
             self._writer = SummaryWriter(str(directory / "tensorboard"))
+        self._wandb = None if wandb is None else _wandb_run(directory, wandb, settings or {})
+        self._stream = self.path.open("a")  # after all that can fail
         self._bar: Any = None
         if not quiet and sys.stdout.isatty():
             from rich.progress import Progress, TextColumn, TimeRemainingColumn
@@ -61,6 +76,8 @@ class Journal:
             for name, value in values.items():
                 if isinstance(value, (int, float)) and math.isfinite(value):
                     self._writer.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(dict(values), step=step)
         text = describe(values)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, now=text)
@@ -81,9 +98,36 @@ class Journal:
         self._stream.close()
         if self._writer is not None:
             self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _wandb_run(directory: Path, project: str, settings: Mapping[str, Any]) -> Any:
+    """The run of that project that belongs to the directory, made if there is none."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise DFlashError("run.wandb needs the package wandb") from error
+    kept = directory / "wandb_id.txt"
+    name = kept.read_text().strip() if kept.exists() else secrets.token_hex(4)
+    try:
+        run = wandb.init(
+            project=project,
+            name=directory.resolve().name,
+            id=name,
+            resume="allow",
+            dir=str(directory),
+            config=dict(settings),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+    except wandb.errors.Error as error:
+        raise DFlashError(f"run.wandb: Weights & Biases does not take the run: {error}") from error
+    kept.write_text(name + "\n")
+    return run
 
 
 _SHOWN = (

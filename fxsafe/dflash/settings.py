@@ -129,6 +129,8 @@ class RunSettings:
         save_every: steps between checkpoints; one is made at the end in any case.
         keep: checkpoints that stay.
         tensorboard: write events for TensorBoard too.
+        wandb: project of Weights & Biases that gets the numbers too (its own variables, WANDB_MODE and others, hold);
+            null for none.
         peak_tflops: of one device in the drafter's dtype, for MFU; null knows some GPUs.
         stall_after: seconds without progress after which the stacks of all threads are printed, and of those that wait
             for one another in torch; 0 for never.
@@ -144,6 +146,7 @@ class RunSettings:
     save_every: int = 500
     keep: int = 3
     tensorboard: bool = False
+    wandb: str | None = None
     peak_tflops: float | None = None
     stall_after: float = 600.0
     record: str | None = None

@@ -170,7 +170,15 @@ class Trainer:
             (self.out / "settings.json").write_text(json.dumps(settings.to_json(), indent=2) + "\n")
         # Others than the first process keep a journal that nobody reads.
         place = self.out if processes.first else Path(tempfile.mkdtemp(prefix="dflash-"))
-        journal = Journal(place, self.steps, first=step, tensorboard=run.tensorboard, quiet=quiet)
+        journal = Journal(
+            place,
+            self.steps,
+            first=step,
+            tensorboard=run.tensorboard and processes.first,
+            wandb=run.wandb if processes.first else None,
+            settings=settings.to_json(),
+            quiet=quiet,
+        )
         position: dict[str, Any] = examples.position
         saved = step if step else -1
         validation: Tally | None = None

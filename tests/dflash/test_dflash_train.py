@@ -322,3 +322,29 @@ def test_settings_are_kept_as_json(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "settings.json").read_text())
     assert kept["drafter"]["block_size"] == 4
     assert load_file(tmp_path / "export" / "model.safetensors")
+
+
+def test_the_numbers_go_to_weights_and_biases_and_a_resumed_run_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    out = tmp_path / "run"
+    for steps in (4, 6):
+        trainer(out, run__wandb="drafters", run__max_steps=steps).run(quiet=True)
+    name = (out / "wandb_id.txt").read_text().strip()
+    files = sorted(out.glob("wandb/offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{name}.wandb"] * 2
+    sent = b"".join(file.read_bytes() for file in files)
+    assert b"drafters" in sent
+    for row in read_metrics(out / "metrics.jsonl"):
+        assert all(json.dumps(row[name]).encode() in sent for name in row.keys() & {"loss", "val_loss"})
+
+
+def test_a_run_that_weights_and_biases_refuse_ends_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(DFlashError, match=r"run\.wandb: Weights & Biases does not take the run"):
+        trainer(tmp_path / "run", run__wandb="no/such").run(quiet=True)
