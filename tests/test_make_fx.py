@@ -443,4 +443,5 @@ TOGETHER = """
 
 @pytest.mark.skipif(find_spec("fxsafe.patches.module_hooks") is None, reason="needs the patch module-hooks")
 def test_everything_traced_from_cold_in_four_threads_is_as_when_traced_alone() -> None:
-    passes(TOGETHER, "tracing-flag", "module-hooks", *OURS, "sympy-singletons", "compile-lock", "metrics-context")
+    others = ("tracing-flag", "module-hooks", "sympy-singletons", "device-guard", "compile-lock", "metrics-context")
+    passes(TOGETHER, *others, *OURS)
