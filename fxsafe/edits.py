@@ -60,7 +60,9 @@ def _on_one_line(size: int) -> bytes:
     return b"".join(bytes([0x80 | 13 << 3 | min(units - at, 8) - 1, 0]) for at in range(0, units, 8))
 
 
-def code_with_constants(function: FunctionType, constants: dict[str, Any], like: CodeType) -> CodeType:
+def code_with_constants(
+    function: FunctionType, constants: dict[str, Any], like: CodeType, *, keep: bool = True
+) -> CodeType:
     """The code of ``function`` with string constants replaced by objects.
 
     Args:
@@ -69,6 +71,7 @@ def code_with_constants(function: FunctionType, constants: dict[str, Any], like:
             the function that receives it, is still there for a frame that outlives the undoing of the edit.
         like: the code that is replaced. Name, file and line are taken from it, so that whoever decides by the
             file of a frame (Dynamo's skip rules do) decides as before.
+        keep: see ``one_of_equals``; the objects then live as long as the process.
 
     Raises:
         ValueError: a placeholder does not occur in the body.
@@ -87,7 +90,8 @@ def code_with_constants(function: FunctionType, constants: dict[str, Any], like:
     }
     if hasattr(code, "co_qualname"):  # Python 3.11
         fields["co_qualname"] = like.co_qualname
-    return one_of_equals(code.replace(**fields))
+    code = code.replace(**fields)
+    return one_of_equals(code) if keep else code
 
 
 _codes: dict[tuple[CodeType, str], CodeType] = {}  # the file does not count where code objects are compared
@@ -183,7 +187,9 @@ class CodeWrap:
     def apply(self) -> None:
         self._original = self._function.__code__
         replacement = self._wrap(copy_function(self._function))
-        self._code = code_with_constants(self._template, {"<replacement>": replacement}, self._original)
+        # Not kept for the next installation, which makes another replacement.
+        constants = {"<replacement>": replacement}
+        self._code = code_with_constants(self._template, constants, self._original, keep=False)
         _below[self._code] = self._original
         self._function.__code__ = self._code
 

@@ -262,12 +262,15 @@ def _gist(code: CodeType) -> tuple[object, ...]:
     )
 
 
-def rewritten(where: str, function: FunctionType, change: ast.NodeTransformer, state: object = None) -> CodeType:
+def rewritten(
+    where: str, function: FunctionType, change: ast.NodeTransformer, state: object = None, *, keep: bool = True
+) -> CodeType:
     """The body of ``function`` after a change of its syntax tree, otherwise equal to the body it has.
 
     Args:
         where: the function's full name, for messages.
         state: takes the place of the state placeholder wherever the change has put it.
+        keep: see ``one_of_equals``; not for a state that each installation makes.
 
     Raises:
         ShapeError: there is no source, or it is not the source of the body that the function has now.
@@ -285,7 +288,7 @@ def rewritten(where: str, function: FunctionType, change: ast.NodeTransformer, s
         code = code.replace(co_qualname=function.__code__.co_qualname)
     if code.co_freevars != function.__code__.co_freevars:
         raise ShapeError(f"{where} closes over other variables after the change")
-    return one_of_equals(code)
+    return one_of_equals(code) if keep else code
 
 
 _inlined: dict[tuple[FunctionType, CodeType], Any] = {}

@@ -16,7 +16,7 @@ from support import FLAG_IS_GLOBAL, Task, program, python, trace_elsewhere
 from torch import nn
 
 import fxsafe
-from fxsafe import installer, traces
+from fxsafe import edits, installer, traces
 from fxsafe.patches import CATALOGUE, guard_override
 
 # A fix that changes something on every release.
@@ -654,3 +654,13 @@ def test_a_signal_handler_does_not_wait_for_the_change_that_it_interrupts(handle
         signal.signal(signal.SIGUSR1, before)
     assert said == [3]
     assert not fxsafe.is_installed()
+
+
+def test_another_installation_keeps_no_code_more() -> None:
+    with fxsafe.install():
+        pass
+    before = len(edits._codes)
+    for _ in range(3):
+        with fxsafe.install():
+            pass
+    assert len(edits._codes) == before

@@ -102,6 +102,7 @@ class _Mine(threading.local):
         self.below: dict[str, list[tuple[Any, Any]]] = {}
 
 
+@cache  # one for the process, as a ``Kept`` is
 class _Modules:
     """What stands in for the modules' names in the rewritten function."""
 

@@ -71,6 +71,7 @@ class _Copyreg:
 
 
 reducers = _Reducers()
+_named = _Copyreg()
 
 
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
@@ -80,7 +81,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     if not {"copyreg", "FakeTensor"} <= shape.reads:
         raise ShapeError(f"{where} has an unknown shape: {shape}")
     frame_hider()(_Reducers.pickle, _Reducers.__contains__, _Reducers.__delitem__)
-    code = rewritten(where, function, Rewrite(frozenset({"copyreg"})), _Copyreg())
+    code = rewritten(where, function, Rewrite(frozenset({"copyreg"})), _named)
     return Plan([CodeSwap(where, function, code)])
 
 

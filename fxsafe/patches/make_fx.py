@@ -85,10 +85,16 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     modes = kept_state(ops, {_MODES}, lambda: ThreadGlobals({_MODES: stack}))
     return Plan(
         [
-            *isolate(proxy_tensor, tracing, frozenset({_TRACER, *initial}), frozenset(users)),
+            # Nothing is inherited: who installs is inside no trace, so what is set is another thread's.
+            *isolate(proxy_tensor, tracing, frozenset({_TRACER, *initial}), frozenset(users), inherit=False),
             # Nobody outside uses the stack by its name.
             *isolate(
-                ops, modes, frozenset({_MODES}), frozenset({"mode_stack_state_for_pre_dispatch"}), by_attribute=False
+                ops,
+                modes,
+                frozenset({_MODES}),
+                frozenset({"mode_stack_state_for_pre_dispatch"}),
+                by_attribute=False,
+                inherit=False,
             ),
         ]
     )

@@ -283,7 +283,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
 
 def _swap(functions: Mapping[str, FunctionType], body: Any, placeholder: str, value: object) -> Edit:
     function = functions[body.__name__]
-    code = code_with_constants(body, {placeholder: value}, function.__code__)
+    code = code_with_constants(body, {placeholder: value}, function.__code__, keep=False)
     return CodeSwap(f"{_FX}.{body.__name__}", function, code)
 
 

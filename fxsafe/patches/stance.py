@@ -279,7 +279,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
         _Stances._effective,
         _Own.__init__,
     )
-    code = rewritten(where, function, Rewrite(frozenset({_STANCE})), _State(stances))
+    code = rewritten(where, function, Rewrite(frozenset({_STANCE})), _State(stances), keep=False)
     return Plan([*_usage_edits(kind, stances), _StandIn(eval_frame, stances), CodeSwap(where, function, code)])
 
 
