@@ -30,11 +30,10 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 import models
 import torch
 import turns
+from isolation import trace_in_flight
 from torch._inductor.utils import run_and_get_code
 
 import fxsafe
-
-_LONG_S = 600
 
 
 def step(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -56,25 +55,6 @@ def compiled(model: torch.nn.Module, x: torch.Tensor) -> tuple[Callable[[], None
 
     _, sources = run_and_get_code(train)
     return train, [normal(source) for source in sources]
-
-
-@contextlib.contextmanager
-def standing_inside_a_trace() -> Iterator[None]:
-    inside, leave = threading.Event(), threading.Event()
-
-    def forward(x: Any) -> Any:
-        inside.set()
-        leave.wait(_LONG_S)
-        return x + 1
-
-    thread = threading.Thread(target=torch.fx.symbolic_trace, args=(forward,))
-    thread.start()
-    inside.wait(_LONG_S)
-    try:
-        yield
-    finally:
-        leave.set()
-        thread.join()
 
 
 @contextlib.contextmanager
@@ -122,7 +102,7 @@ def main() -> int:
     print(f"torch {torch.__version__}, {options.device}: {len(expected)} graphs, plain and alone")
     rows: list[dict[str, Any]] = []
     for fix in ("thread-local", "always-false"):
-        for beside in (contextlib.nullcontext, standing_inside_a_trace, tracing_all_the_time):
+        for beside in (contextlib.nullcontext, trace_in_flight, tracing_all_the_time):
             where = "alone" if beside is contextlib.nullcontext else beside.__name__.replace("_", " ")
             with fxsafe.install(fix):
                 with beside():

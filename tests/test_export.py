@@ -226,3 +226,10 @@ def test_the_switches_of_one_export_are_as_ever() -> None:
                 pass
             assert not backends()[0]
         assert backends() == before
+
+
+def test_code_that_holds_our_stand_ins_can_be_hashed() -> None:
+    """Profilers do that, and so does what gives the next installation the same code."""
+    with applied("export"):
+        for function in (torch.export._trace._ignore_backend_decomps, torch.export._trace._export):
+            hash(getattr(function, "__wrapped__", function).__code__)

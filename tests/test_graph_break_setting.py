@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 import torch._dynamo
 from locks_support import applied
-from support import SOON_S, Task, thread_of_its_own
+from support import inside_elsewhere, thread_of_its_own
 
 pytestmark = pytest.mark.skipif(not hasattr(torch._dynamo, "error_on_graph_break"), reason="since torch 2.9")
 
@@ -23,25 +21,12 @@ def breaks() -> torch.Tensor:
 
 @pytest.mark.parametrize("patches", [(), ("graph-break-setting",)])
 def test_another_threads_setting_is_no_error_here(patches: tuple[str, ...]) -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with torch._dynamo.error_on_graph_break(True):
-            inside.set()
-            leave.wait(SOON_S)
-
-    with applied(*patches):
-        task = Task(hold)
-        inside.wait(SOON_S)
-        try:
-            if patches:
-                assert torch.equal(breaks(), torch.full((2,), 4.0))
-            else:
-                with pytest.raises(torch._dynamo.exc.Unsupported):
-                    breaks()
-        finally:
-            leave.set()
-            task.result()
+    with applied(*patches), inside_elsewhere(lambda: torch._dynamo.error_on_graph_break(True)):
+        if patches:
+            assert torch.equal(breaks(), torch.full((2,), 4.0))
+        else:
+            with pytest.raises(torch._dynamo.exc.Unsupported):
+                breaks()
 
 
 def test_ones_own_setting_still_is() -> None:

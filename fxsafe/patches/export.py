@@ -102,13 +102,15 @@ class _Mine(threading.local):
         self.below: dict[str, list[tuple[Any, Any]]] = {}
 
 
-@cache  # one for the process, as a ``Kept`` is
 class _Modules:
     """What stands in for the modules' names in the rewritten function."""
 
     def __init__(self) -> None:
         self.builtins = PlacesOf(builtins)
         self.math = PlacesOf(math)
+
+
+_modules = cache(_Modules)  # one for the process, as a ``Kept`` is
 
 
 class _Pinned:
@@ -147,7 +149,7 @@ def _override_edits(non_strict: ModuleType, asking: list[ModuleType]) -> Iterato
         raise ShapeError(f"{where} does not replace builtins and math")
     for module in asking:
         yield from (_Pinned(module, name) for name in ("max", "min"))
-    code = rewritten(where, function, Rewrite(frozenset({"builtins", "math"})), _Modules())
+    code = rewritten(where, function, Rewrite(frozenset({"builtins", "math"})), _modules())
     yield CodeSwap(where, function, code)
 
 
@@ -213,14 +215,18 @@ class _Backend:
 _backends: dict[str, _Backend] = {}
 
 
-@cache
-def _torch(names: frozenset[str]) -> SimpleNamespace:
-    """What holds the stand-in for ``torch`` in ``_ignore_backend_decomps``; one for the process, as a ``Kept`` is."""
-    import torch
+class _Torch:
+    """What stands for ``torch`` in ``_ignore_backend_decomps``. Can be hashed, as constants of code must."""
 
-    for name in names:
-        _backends[name] = _Backend(getattr(torch.backends, name))
-    return SimpleNamespace(torch=SimpleNamespace(backends=SimpleNamespace(**_backends)))
+    def __init__(self, names: frozenset[str]) -> None:
+        import torch
+
+        for name in names:
+            _backends[name] = _Backend(getattr(torch.backends, name))
+        self.torch = SimpleNamespace(backends=SimpleNamespace(**_backends))
+
+
+_torch = cache(_Torch)  # one for the process, as a ``Kept`` is
 
 
 def _backends_edit(trace: ModuleType) -> Edit:
