@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
-from fxsafe import imports, traces
+from fxsafe import imports, thread_globals, traces
 from fxsafe.edits import Edit
 from fxsafe.errors import FxsafeError, FxsafeWarning, UnsupportedTorchError
 from fxsafe.gate import Verdict, ask, predates, release_doubt
@@ -96,7 +96,7 @@ class _State:
         self.request: _Request | None = None
         self.verdicts: dict[str, Verdict] = {}
         self.applied: list[_Applied] = []
-        self.register: Edit | None = None
+        self.registers: list[Edit] = []  # what traces and the like enter, or wait at
         self.left: list[str] = []  # targets that somebody else had changed when we left
 
 
@@ -118,11 +118,12 @@ class Installation:
         Does nothing if it was given back before.
 
         Args:
-            timeout: the longest wait, in seconds, for traces that run on other threads.
+            timeout: the longest wait, in seconds, for other threads to end what they trace, export or compile.
 
         Raises:
-            FxsafeError: ``timeout`` is no number of seconds; this thread is inside a trace, or another thread's trace
-                outlasted ``timeout``. The installation is then as it was, and ``uninstall`` can be called again.
+            FxsafeError: ``timeout`` is no number of seconds; this thread is inside a trace, or what another thread
+                traces, exports or compiles outlasted ``timeout``. The installation is then as it was, and ``uninstall``
+                can be called again.
         """
         if not isinstance(timeout, (int, float)) or not timeout >= 0:
             raise FxsafeError(f"uninstall(timeout=...) is a number of seconds, not {timeout!r}")
@@ -252,7 +253,8 @@ def install(
 
     Raises:
         FxsafeError: an unknown fix or patch name; an installation with another fix or other patches exists; this
-            thread is inside a trace, or another thread's trace outlasted a minute. Nothing was changed.
+            thread is inside a trace, or what another thread traces, exports or compiles outlasted a minute. Nothing was
+            changed.
         UnsupportedTorchError: see ``strict``. Nothing was changed.
 
     Warns:
@@ -414,24 +416,31 @@ def _apply(request: _Request, handle: Installation) -> None:
         raise
 
 
-def _carry_out(verdicts: dict[str, Verdict]) -> None:
+def _carry_out(verdicts: dict[str, Verdict], *, importing: bool = False) -> None:
     """Apply what is active in ``verdicts``, all or nothing. ``_state.applied`` grows by it."""
     chosen = [(p, v.plan) for p in CATALOGUE if (v := verdicts.get(p.name)) is not None and v.plan is not None]
     if not chosen:
         return
     kept = len(_state.applied)
     try:
-        if _state.register is None:
-            _state.register = traces.register_edit(sys.modules[traces.FX])
-            _state.register.apply()  # from here on new traces wait for us
-        if any(p.quiet for p, _ in chosen):
-            with traces.quiet("fxsafe.install()", QUIET_TIMEOUT_S):
-                _apply_edits(chosen)
-        else:
+        _apply_registers()  # from here on new traces wait for us
+        if importing and not any(p.quiet for p, _ in chosen):
             _apply_edits(chosen)
+        else:
+            with traces.quiet("fxsafe.install()", QUIET_TIMEOUT_S, compiles=not importing):
+                _apply_edits(chosen)
     except BaseException:
         _undo(kept)
         raise
+
+
+def _apply_registers() -> None:
+    if not _state.registers:
+        _state.registers.append(traces.register_edit(sys.modules[traces.FX]))
+        _state.registers[0].apply()
+    for gate in traces.gates([edit.target for edit in _state.registers]):
+        _state.registers.append(gate)
+        gate.apply()
 
 
 def _apply_edits(chosen: list[tuple[Patch, Plan]]) -> None:
@@ -453,7 +462,7 @@ def _arrived() -> None:
         waiting = [p for p in CATALOGUE if _state.verdicts[p.name].status == "waiting"]
         try:
             verdicts = _verdicts(request._replace(strict=False), waiting)
-            _carry_out(verdicts)
+            _carry_out(verdicts, importing=True)
         except Exception as error:  # whatever it is, the user's import must not fail by it
             verdicts = {
                 p.name: Verdict("unsupported", f"failed when its module was imported: {error!r}") for p in waiting
@@ -472,7 +481,7 @@ def _warn_without_raising(message: str) -> None:
 def _undo(kept: int = 0) -> None:
     """Undo every edit, newest first, but those of the first ``kept`` patches; Ctrl-C is raised at the end."""
     interrupt: BaseException | None = None
-    while len(_state.applied) > kept or (not kept and _state.register is not None):
+    while len(_state.applied) > kept or (not kept and _state.registers):
         try:
             _undo_rest(kept)
         except Exception:
@@ -491,10 +500,10 @@ def _undo_rest(kept: int) -> None:
                 _state.left.append(edits[-1].target)
             edits.pop()
         _state.applied.pop()
-    if not kept and _state.register is not None:
-        if not _state.register.undo():
-            _state.left.append(_state.register.target)
-        _state.register = None
+    while not kept and _state.registers:
+        if not _state.registers[-1].undo():
+            _state.left.append(_state.registers[-1].target)
+        _state.registers.pop()
 
 
 def _reset_if_last() -> None:
@@ -633,6 +642,7 @@ def info() -> list[PatchInfo]:
 def _after_fork_in_child() -> None:
     try:
         traces.after_fork_in_child()
+        thread_globals.after_fork_in_child()
         for applied in _state.applied:
             if applied.patch.after_fork_in_child is not None:
                 applied.patch.after_fork_in_child()

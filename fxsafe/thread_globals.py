@@ -18,22 +18,21 @@ import contextlib
 import inspect
 import linecache
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, Edit, ModuleProperties, copy_function, one_of_equals
-from fxsafe.patches.base import ShapeError
-from fxsafe.shapes import uses_of_globals
+from fxsafe.shapes import ShapeError, uses_of_globals
 
 __all__ = [
     "PLACEHOLDER",
     "Inline",
     "Rewrite",
     "ThreadGlobals",
+    "after_fork_in_child",
     "functions_of",
     "isolate",
     "kept_state",
@@ -45,29 +44,26 @@ __all__ = [
 ]
 
 PLACEHOLDER = "<fxsafe state>"
-_NOW = "_fxsafe_now"
+# Names that torch has nowhere: they mark what is ours in a rewritten body.
+_NOW, _VALUES = "_fxsafe_now", "_fxsafe_values"
 _CLOSING_LINES = 20
 _FUTURE = 0
 for _feature in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _feature).compiler_flag
 
 
-_S = TypeVar("_S")
-
-
 class ThreadGlobals(threading.local):
-    """One attribute per global, each thread with values of its own."""
+    """Values of some globals, by their names; each thread has a dictionary of its own."""
 
     def __init__(self, initial: Mapping[str, Callable[[], Any]]) -> None:
         """
         Args:
             initial: global -> what makes the value that a thread begins with. Called in each thread.
         """
-        for name, make in initial.items():
-            setattr(self, name, make())
+        self._fxsafe_values: dict[str, Any] = {name: make() for name, make in initial.items()}
 
 
-class Kept(Generic[_S]):
+class Kept:
     """Where changed code finds the values of some globals: one object for the length of the process.
 
     Code that Dynamo has compiled is guarded by the code objects of the functions that it went through, and these hold
@@ -79,32 +75,32 @@ class Kept(Generic[_S]):
     """
 
     __slots__ = ("_fxsafe_now", "_make", "target")
-    _fxsafe_now: _S
+    _fxsafe_now: ThreadGlobals
 
-    def __init__(self, target: str, make: Callable[[], _S]) -> None:
+    def __init__(self, target: str, make: Callable[[], ThreadGlobals]) -> None:
         self.target = target
         self._make = make
         self.apply()
 
     @property
-    def now(self) -> _S:
+    def now(self) -> Any:
         return self._fxsafe_now
 
     def apply(self) -> None:
         self._fxsafe_now = self._make()
 
     def undo(self) -> bool:
-        return True
+        return True  # blocks that end later go on with the values they began with
 
 
-_kept: dict[str, Kept[Any]] = {}
+_kept: dict[str, Kept] = {}
 
 
-def kept_state(module: ModuleType, names: Iterable[str], make: Callable[[], _S]) -> Kept[_S]:
+def kept_state(module: ModuleType, names: Iterable[str], make: Callable[[], ThreadGlobals]) -> Kept:
     """The one place for the values of these globals of a module.
 
     Args:
-        make: what has an attribute for each of the names, with other values in other threads. Called once for each
+        make: what holds values of all the names, other ones in other threads. Called once for each
             installation.
     """
     target = f"{module.__name__}.{'/'.join(sorted(names))}"
@@ -113,12 +109,12 @@ def kept_state(module: ModuleType, names: Iterable[str], make: Callable[[], _S])
     return _kept[target]
 
 
-def _property_of(state: Kept[Any], name: str) -> property:
+def _property_of(state: Kept, name: str) -> property:
     def read(module: Any) -> Any:
-        return getattr(state._fxsafe_now, name)
+        return state._fxsafe_now._fxsafe_values[name]
 
     def write(module: Any, value: Any) -> None:
-        setattr(state._fxsafe_now, name, value)
+        state._fxsafe_now._fxsafe_values[name] = value
 
     frame_hider()(read, write)
     return property(read, write)
@@ -169,7 +165,7 @@ class Rewrite(ast.NodeTransformer):
     def __init__(self, names: frozenset[str], *, kept: bool = False) -> None:
         """
         Args:
-            kept: the state is a ``Kept``, and what it holds has the attributes.
+            kept: the state is a ``Kept``, and the names are keys of its values.
         """
         self._names = names
         self._kept = kept
@@ -177,10 +173,15 @@ class Rewrite(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self._names:
             return node
-        state: ast.expr = ast.copy_location(ast.Constant(PLACEHOLDER), node)
+        state: ast.expr = ast.Constant(PLACEHOLDER)
         if self._kept:
-            state = ast.copy_location(ast.Attribute(state, _NOW, ast.Load()), node)
-        return ast.copy_location(ast.Attribute(state, node.id, node.ctx), node)
+            values = ast.Attribute(ast.Attribute(state, _NOW, ast.Load()), _VALUES, ast.Load())
+            place: ast.expr = ast.Subscript(values, ast.Constant(node.id), node.ctx)
+        else:
+            place = ast.Attribute(state, node.id, node.ctx)
+        for part in ast.walk(place):
+            ast.copy_location(part, node)
+        return place
 
     def visit_Global(self, node: ast.Global) -> ast.AST:
         kept = [name for name in node.names if name not in self._names]
@@ -246,18 +247,19 @@ def _bound(code: CodeType, state: object) -> CodeType:
 
 
 def _gist(code: CodeType) -> tuple[object, ...]:
-    """What identifies a body, whether or not its globals are ``Rewrite``-n: an attribute's name stands where the
-    global's did. Not its instructions: how a method is called depends on the imports around it.
+    """What identifies a body, whether or not its globals are ``Rewrite``-n: an attribute's name or a key stands where
+    the global's did. Not its instructions: how a method is called depends on the imports around it.
     """
+    texts = {const for const in code.co_consts if isinstance(const, str)}
     return (
-        tuple(name for name in code.co_names if name != _NOW),
+        frozenset({*code.co_names, *texts} - {_NOW, _VALUES, PLACEHOLDER}),
         code.co_varnames,
         code.co_freevars,
         code.co_cellvars,
         tuple(
             _gist(const) if isinstance(const, CodeType) else repr(const)
             for const in code.co_consts
-            if not (isinstance(const, str) and const == PLACEHOLDER)
+            if not isinstance(const, str)
         ),
     )
 
@@ -322,13 +324,14 @@ class Inline:
 
 def isolate(
     module: ModuleType,
-    state: Kept[Any],
+    state: Kept,
     names: frozenset[str],
     users: frozenset[str],
     *,
     known_to_dynamo: frozenset[str] = frozenset(),
     by_attribute: bool = True,
-    inherit: bool = True,
+    home: bool = True,
+    known: bool = False,
 ) -> list[Edit]:
     """Edits that give every thread its own value of some globals of ``module``.
 
@@ -337,7 +340,9 @@ def isolate(
         users: functions of the module that are known to use one of these globals.
         known_to_dynamo: functions for which Dynamo has rules of its own, by their identity; it does not inline them.
         by_attribute: whether other modules use the globals as well. The module object then gets a class of its own.
-        inherit: whether the thread that installs goes on with what the globals hold.
+        home: whether the thread that installs goes on with the globals themselves.
+        known: whether they first get the values that the state makes for this thread, because what they hold may be
+            another thread's.
 
     Raises:
         ShapeError: the module does not have these globals or functions, or uses the globals in a place that cannot
@@ -367,66 +372,50 @@ def isolate(
     require_complete(module, names, found)
     if by_attribute:
         edits.append(ModuleProperties(module.__name__, module, {name: _property_of(state, name) for name in names}))
-    edits.append(_Inherit(module, state, names, inherit=inherit))
+    if home:
+        edits.append(_Home(state, module, known=known))
     return edits
 
 
-def _compiles_elsewhere() -> bool:
-    """Whether another thread holds Dynamo's compile lock at this moment."""
-    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-    # By its text: to take it for a trial would leave it taken if Ctrl-C came in between.
-    return lock is not None and "<locked " in repr(lock) and not lock._is_owned()
+class _Home:
+    """The values of the thread that installs are the module's own globals.
 
-
-class _Inherit:
-    """The thread that installs goes on with the values it sees, for it may be inside a block that has set them.
-
-    Not so while another thread compiles: what is set then is set by that one, and would never be taken back here. If
-    the thread has left the block when it uninstalls, the globals no longer say that it is inside.
-
-    A dictionary it gets as a copy. The module's own one is put aside meanwhile: what was left in it would come back
-    with it, and Dynamo, which reads module dictionaries, must find there what a thread begins with.
+    A program with one thread is thereby in the same state as without fxsafe, whatever blocks it is inside while fxsafe
+    comes and goes, and so is code that Dynamo has compiled from the original bodies, which reads the globals.
     """
 
-    def __init__(self, module: ModuleType, state: Kept[Any], names: frozenset[str], *, inherit: bool) -> None:
+    def __init__(self, state: Kept, module: ModuleType, *, known: bool) -> None:
         self.target = state.target
-        self._globals = vars(module)
         self._state = state
-        self._names = names
-        self._inherit = inherit
-        self._aside: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {}
-        self._blocks = _Blocks()
+        self._globals = vars(module)
+        self._known = known
 
     def apply(self) -> None:
-        mine = self._inherit and not _compiles_elsewhere()
-        for name in self._names:
-            value = self._globals[name]
-            if type(value) is dict:
-                self._aside[name] = value, {}
-                self._globals[name] = self._aside[name][1]
-                value = value.copy()
-            if mine:
-                setattr(self._state.now, name, value)
-            if value is True and getattr(self._state.now, name) is True:
-                self._blocks.open.append(name)
+        if self._known:
+            self.move_in()
+        else:
+            self._state.now._fxsafe_values = self._globals
+        _homes.add(self)
 
     def undo(self) -> bool:
-        for name, (original, empty) in self._aside.items():
-            if self._globals[name] is empty:
-                self._globals[name] = original
-        self._aside.clear()
-        for name in self._blocks.open:
-            if self._globals[name] is True and getattr(self._state.now, name) is False:
-                self._globals[name] = False
-        self._blocks.open.clear()
+        _homes.discard(self)
         return True
 
+    def move_in(self) -> None:
+        """The calling thread's values become the globals."""
+        here = self._state.now
+        if here._fxsafe_values is not self._globals:
+            self._globals.update(here._fxsafe_values)
+            here._fxsafe_values = self._globals
 
-class _Blocks(threading.local):
-    """Which globals said, at the installation, that this thread is inside a block."""
 
-    def __init__(self) -> None:
-        self.open: list[str] = []
+_homes: set[_Home] = set()
+
+
+def after_fork_in_child() -> None:
+    """The globals are the forking thread's from now on, and not those of whoever installed."""
+    for home in _homes:
+        home.move_in()
 
 
 def require_complete(module: ModuleType, names: frozenset[str], found: Mapping[str, range]) -> None:

@@ -1,31 +1,36 @@
-"""Which threads are inside ``torch.fx.Tracer.trace``, so that patches change only while none is.
+"""Which threads trace, export or compile, so that patches change only while none does.
 
 A patch that appeared or went in the middle of a trace would leave that trace half in one world and half in the other.
 While anything is installed, ``Tracer.trace`` enters and leaves this register; a change waits until it is empty and
-holds new traces back meanwhile. Traces that began before the register was in place are found on the threads' stacks.
+holds new traces back meanwhile. Traces that began before the register was in place are found on the threads' stacks,
+and so is what torch does around its traces: ``make_fx``, an export, a compile. A change takes Dynamo's compile lock.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import threading
 import time
 import weakref
 from _thread import get_ident
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from fxsafe.dynamo import frame_hider
-from fxsafe.edits import CodeWrap, Edit, body_below, copy_function
+from fxsafe.edits import CodeSwap, CodeWrap, Edit, body_below, copy_function
 from fxsafe.errors import FxsafeError
 from fxsafe.observe import events, threads
 from fxsafe.shapes import ShapeError, own_function, shape_of
+from fxsafe.thread_globals import PLACEHOLDER, rewritten
 
 __all__ = [
     "FX",
     "changed",
+    "gate",
+    "gates",
     "in_flight_here",
     "lock",
     "quiet",
@@ -46,6 +51,7 @@ _LOOK_AGAIN_S = 0.002
 # ``with lock`` and not ``with changed``: a condition enters and leaves by functions of Python, in front of which Ctrl-C
 # may come, and the lock would stay taken for ever.
 lock = threading.RLock()
+_RLOCK = type(lock)
 changed = threading.Condition(lock)
 
 
@@ -59,6 +65,7 @@ class _State:
         self.changing = False
         self.changer = 0  # ident of the thread that changes something, while one does
         self.trace_code: CodeType | None = None  # the body of Tracer.trace itself
+        self.held: set[int] = set()  # idents of the threads that wait for the change to end
 
 
 state = _State()
@@ -70,9 +77,38 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+# What keeps state of torch's around its traces, or in place of one, by module and function. By name, for they may have
+# any of our bodies or torch's.
+_AROUND = {
+    "torch.fx.experimental.proxy_tensor": ("trace", "trace_subgraph"),
+    "torch.export": ("export",),
+    "torch.export._trace": ("wrapper",),  # what runs every export
+    "torch._dynamo.eval_frame": ("inner",),  # what torch._dynamo.export returns
+    "torch._dynamo.convert_frame": ("_compile",),
+    "torch._functorch.aot_autograd": (
+        "aot_module_simplified",
+        "aot_export_module",
+        "aot_export_joint_with_descriptors",
+        "create_aot_dispatcher_function",
+    ),
+    "torch._inductor": ("aot_compile",),
+}
+
+
+def _around() -> set[tuple[str, str]]:
+    """File and name of each function of ``_AROUND`` whose module is imported."""
+    found = ((getattr(sys.modules.get(module), "__file__", None), names) for module, names in _AROUND.items())
+    return {(file, name) for file, names in found if file is not None for name in names}
+
+
 def _traces_on_stack(frame: FrameType | None) -> bool:
     code = state.trace_code
     return code is not None and any(f.f_code is code for f in _frames(frame))
+
+
+def _busy_on_stack(frame: FrameType | None, around: set[tuple[str, str]]) -> bool:
+    trace = state.trace_code
+    return any(f.f_code is trace or (f.f_code.co_filename, f.f_code.co_name) in around for f in _frames(frame))
 
 
 def in_flight_here() -> bool:
@@ -80,27 +116,44 @@ def in_flight_here() -> bool:
     return get_ident() in state.depth or _traces_on_stack(sys._getframe())
 
 
-def _in_flight_elsewhere() -> dict[int, bool]:
-    """Idents of other threads inside a trace -> whether the register knows of it."""
-    me = get_ident()
-    found = {ident: False for ident, frame in sys._current_frames().items() if _traces_on_stack(frame)}
+def _in_flight_elsewhere(around: set[tuple[str, str]]) -> dict[int, bool]:
+    """Idents of other threads inside a trace, or inside what is around one -> whether the register knows of it."""
+    frames = sys._current_frames().items()
+    found = {i: False for i, frame in frames if i not in state.held and _busy_on_stack(frame, around)}
     found.update(dict.fromkeys(state.depth, True))
-    found.pop(me, None)
+    found.pop(get_ident(), None)
     return found
 
 
-def _describe(idents: Mapping[int, bool]) -> str:
-    return "".join(f"{threads.name(ident)} is tracing at:\n{threads.stack(ident)}" for ident in idents).rstrip()
+def _compile_lock() -> Any:
+    """Dynamo's own re-entrant lock, behind our stand-in or not; None where Dynamo is not loaded."""
+    lock = vars(sys.modules.get("torch._dynamo.convert_frame", sys)).get("compile_lock")
+    lock = vars(lock).get("_lock") if hasattr(lock, "__dict__") else lock
+    return lock if type(lock) is _RLOCK else None
+
+
+def _who_is_busy() -> list[int]:
+    """For the watchdog: whom a change waits for."""
+    return list(_in_flight_elsewhere(_around()))
+
+
+def _describe(idents: Iterable[int]) -> str:
+    stacks = [f"{threads.name(ident)} is tracing at:\n{threads.stack(ident)}" for ident in idents]
+    return "".join(stacks).rstrip() or "Dynamo's compile lock is held by a thread that does not compile."
 
 
 @contextmanager
-def quiet(what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: True) -> Iterator[bool]:
+def quiet(
+    what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: True, *, compiles: bool = True
+) -> Iterator[bool]:
     """Holds ``changed`` with no trace in flight anywhere; new ones wait until the block ends.
 
     Args:
         what: the call that wants quiet, for messages, e.g. ``"fxsafe.uninstall()"``.
         timeout: the longest wait for other threads' traces, in seconds.
         still_wanted: asked, under the lock, after each wait.
+        compiles: whether it also waits for the compiles, exports and ``make_fx`` of other threads, and holds Dynamo's
+            compile lock in the block. Not for who holds an import lock, which these need.
 
     Yields:
         False if ``still_wanted`` said no meanwhile; there may be traces in flight then.
@@ -123,31 +176,43 @@ def quiet(what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: 
         if not still_wanted():
             yield False
             return
+        compile_lock = _compile_lock() if compiles else None
+        if compile_lock is not None and compile_lock._is_owned():
+            compile_lock = None
         state.changer, state.changing = get_ident(), True
         try:
             wanted = True
-            while wanted and (tracing := _in_flight_elsewhere()):
+            while wanted and (
+                (tracing := _in_flight_elsewhere(_around() if compiles else set()))
+                or (compile_lock is not None and not compile_lock.acquire(False))
+            ):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise FxsafeError(
-                        f"{what} waited {timeout:g} s for traces on other threads to end; nothing was changed. "
-                        f"Call {what} when they have ended.\n{_describe(tracing)}"
+                        f"{what} waited {timeout:g} s for traces and compiles on other threads to end; nothing was "
+                        f"changed. Call {what} when they have ended.\n{_describe(tracing)}"
                     )
                 if get_ident() not in events.waiting:
-                    events.begin_wait(f"wait in {what} for traces to end", _in_flight_elsewhere)
-                changed.wait(left if all(tracing.values()) else min(left, _LOOK_AGAIN_S))
+                    events.begin_wait(f"wait in {what} for traces to end", _who_is_busy)
+                registered = tracing and all(tracing.values())
+                changed.wait(left if registered else min(left, _LOOK_AGAIN_S))
                 wanted = still_wanted()
             events.end_wait()
             yield wanted
         finally:
             state.changing = False  # before any call: Ctrl-C comes in front of a function, and all others wait for this
             try:
-                changed.notify_all()
-                events.end_wait()
+                _end_quiet(compile_lock)
             except BaseException:
-                changed.notify_all()
-                events.end_wait()
+                _end_quiet(compile_lock)
                 raise
+
+
+def _end_quiet(compile_lock: Any) -> None:
+    if compile_lock is not None and compile_lock._is_owned():
+        compile_lock.release()
+    changed.notify_all()
+    events.end_wait()
 
 
 def refuse_inside_change(what: str) -> None:
@@ -165,11 +230,8 @@ def refuse_inside_change(what: str) -> None:
 def _enter() -> None:
     me = get_ident()
     with lock:
-        # A trace nested in one that is waited for must go on, or the wait could not end; and so must one of a signal
-        # handler in the thread that waits.
-        waits = state.changing and state.changer != me
-        if waits and me not in state.depth and not _traces_on_stack(sys._getframe()):
-            _wait_for_change()
+        if state.changing:
+            _hold_back(sys._getframe())
         state.depth[me] = depth = state.depth.get(me, 0) + 1
         state.total += 1
         state.most_at_once = max(state.most_at_once, len(state.depth))
@@ -177,17 +239,36 @@ def _enter() -> None:
         events.tell("begin", "trace", depth - 1)
 
 
+def gate() -> None:
+    """What keeps a thread from beginning to export, to trace with ``make_fx`` or to compile while patches change."""
+    if state.changing:
+        with lock:
+            _hold_back(sys._getframe(2))
+
+
+def _hold_back(frame: FrameType) -> None:
+    # What is nested in something that is waited for must go on, or the wait could not end; and so must what a signal
+    # handler does in the thread that waits.
+    me, compile_lock = get_ident(), _compile_lock()
+    busy = me in state.depth or (compile_lock is not None and compile_lock._is_owned())
+    if state.changing and state.changer != me and not busy and not _busy_on_stack(frame, _around()):
+        _wait_for_change()
+
+
 def _wait_for_change() -> None:
+    me = get_ident()
     try:
+        state.held.add(me)
         events.begin_wait("wait for fxsafe to be installed or undone", _who_changes)
         while state.changing:
             changed.wait()
     finally:
+        state.held.discard(me)
         events.end_wait()
 
 
 def _who_changes() -> list[int]:
-    return [ident for ident, wait in events.waiting.copy().items() if wait.owners is _in_flight_elsewhere]
+    return [state.changer] if state.changing else []
 
 
 def _leave(depth: int) -> None:
@@ -279,16 +360,56 @@ def register_edit(module: ModuleType) -> Edit:
     def wrap(original: FunctionType) -> _Register:
         inner.__code__ = original.__code__
         register = _Register(inner)
-        hide(register.depth, _enter, _leave, _wait_for_change)
+        hide(register.depth, _enter, _leave, _hold_back, _wait_for_change)
         events.hide_frames()
         return register
 
     return CodeWrap(f"{FX}.Tracer.trace", function, _registered, wrap)  # type: ignore[arg-type]
 
 
+class _Gated(ast.NodeTransformer):
+    """Puts a call of the state's ``gate`` before the first statement of the function."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        first = node.body[0]
+        at = int(isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant))  # after the docstring
+        call = ast.Expr(ast.Call(ast.Attribute(ast.Constant(PLACEHOLDER), gate.__name__, ast.Load()), [], []))
+        for part in ast.walk(call):
+            ast.copy_location(part, first)
+        node.body.insert(at, call)
+        return node
+
+
+_GATES = (("torch.fx.experimental.proxy_tensor", "_MakefxTracer", "trace"), ("torch.export", None, "export"))
+
+
+def gates(there: Iterable[str]) -> Iterator[Edit]:
+    """The edits that hold back new exports and calls of ``make_fx`` while a change waits.
+
+    Where torch has no such function there is none; a change may then wait longer, for what begins meanwhile.
+
+    Args:
+        there: targets of those that are applied already.
+    """
+    for module_name, owner_name, name in _GATES:
+        module = sys.modules.get(module_name)
+        target = ".".join(filter(None, (module_name, owner_name, name)))
+        owner: Any = module if owner_name is None else vars(module or sys).get(owner_name)
+        if owner is None or target in there:
+            continue
+        try:
+            function = own_function(owner, name)
+            code = rewritten(target, function, _Gated(), sys.modules[__name__])
+        except ShapeError:
+            continue
+        frame_hider()(gate, _hold_back, _wait_for_change)
+        yield CodeSwap(target, function, code)
+
+
 def after_fork_in_child() -> None:
     """Only the forking thread lives on: forget the traces of the others. Called with ``changed`` held."""
     me = get_ident()
     state.depth = {ident: depth for ident, depth in state.depth.items() if ident == me}
+    state.held.clear()
     events.after_fork_in_child()
     state.changing = False

@@ -140,10 +140,11 @@ def test_the_original_is_free_in_the_child_after_the_patch_has_gone() -> None:
             child = os.fork()
             if child == 0:
                 patch("compile-lock").after_fork_in_child()
+            done.set()
         if child == 0:
             os._exit(0 if convert_frame.compile_lock is original and original.acquire(False) else 7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        done.set(); thread.join()
+        thread.join()
         """
     )
 
@@ -240,10 +241,10 @@ def test_it_may_come_and_go_while_the_lock_is_held() -> None:
         thread.join()
         return settings.copy()
 
-    block = applied("compile-lock")
-    assert step(block.__enter__) == [True, False, True]
+    (edit,) = plan_of("compile-lock").edits  # install() waits for the lock, but not while its module is imported
+    assert step(edit.apply) == [True, False, True]
     stand_in = convert_frame.compile_lock
-    assert step(lambda: block.__exit__(None, None, None)) == [False, False, True]
+    assert step(edit.undo) == [False, False, True]
     assert convert_frame.compile_lock is original is not stand_in
     assert free(original)
 

@@ -104,7 +104,7 @@ def test_what_blocks_have_left_before_the_installation_is_not_believed() -> None
         assert not dispatch.is_in_torch_dispatch_mode()
         assert graphs() == 1
         assert not Task(dispatch.is_in_torch_dispatch_mode).result()
-    assert all(vars(dispatch)[name] for name in NAMES)
+    assert not any(vars(dispatch)[name] for name in NAMES)
 
 
 def test_a_thread_that_was_inside_a_mode_before_knows_it() -> None:

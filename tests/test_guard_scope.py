@@ -20,8 +20,8 @@ def test_names_put_into_the_scope_of_guards_stay_with_who_put_them() -> None:
     assert guards._get_closure_vars() is scope, "the canary: one dictionary for everybody"
     with applied("guard-scope"):
         mine = guards._get_closure_vars()
-        mine["tmp"] = 1
-        assert "tmp" not in guards._get_closure_vars()
+        mine["put in by this test"] = 1
+        assert "put in by this test" not in guards._get_closure_vars()
         assert guards._get_closure_vars() == scope
     assert guards._get_closure_vars() is scope
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,12 +75,3 @@ def test_the_setting_of_one_thread_is_as_ever() -> None:
             assert is_lazy()
             raise ArithmeticError
     assert [vars(lazy)[name] for name in NAMES] == [False, False]
-
-
-def test_who_installs_beside_a_compile_takes_nothing_of_it() -> None:
-    with contextlib.ExitStack() as installed:
-        with compile_elsewhere():
-            installed.enter_context(applied("lazy-graph-module"))
-            assert not is_lazy()
-        assert not is_lazy()
-        assert Task(is_lazy).result() is False

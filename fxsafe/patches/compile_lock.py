@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from fxsafe import traces
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import AttributeSwap, Edit
 from fxsafe.observe import events, threads
@@ -83,6 +84,8 @@ class CompileLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As ``RLock.acquire``; a wait without a time limit that becomes long is reported to the log."""
         owned = self._lock._is_owned()
+        if traces.state.changing and not owned and blocking:
+            traces.gate()
         try:
             if blocking and timeout == -1:
                 if not self._lock.acquire(False):

@@ -48,26 +48,40 @@ _TRACING = "_is_fx_tracing_flag"
 _GUARD = "is_fx_symbolic_tracing"
 
 
-# Threads that compile or export. One that dies with its flag set stays among them until its ident is used again.
+# Threads that compile or export, but for the one that installed, whose flag is the global. One that dies with its flag
+# set stays among them until its ident is used again.
 _compiling: set[int] = set()
 
 
+class _Values(dict[str, Any]):
+    """A thread's flags, but not the installing one's, which are the globals.
+
+    Where a global was set at the installation, a thread that unsets what is not set for it was inside the block that
+    had set the global, and ends it.
+    """
+
+    def __init__(self, values: dict[str, Any], flags: dict[str, Any], was_set: frozenset[str]) -> None:
+        super().__init__(values)
+        self._flags = flags
+        self._was_set = was_set
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == _COMPILING:
+            (_compiling.add if value else _compiling.discard)(get_ident())
+        if name in self._was_set and not value and not self[name]:
+            self._flags[name] = value
+        super().__setitem__(name, value)
+
+
 class _Flags(ThreadGlobals):
-    def __init__(self, others: frozenset[str]) -> None:
-        super().__init__(dict.fromkeys(others, bool))
-        self._compiling: Any = False
-
-    @property
-    def _is_compiling_flag(self) -> Any:
-        return self._compiling
-
-    @_is_compiling_flag.setter
-    def _is_compiling_flag(self, value: Any) -> None:
-        if value:
-            _compiling.add(get_ident())
-        else:
-            _compiling.discard(get_ident())
-        self._compiling = value
+    def __init__(self, flags: dict[str, Any], names: frozenset[str], was_set: frozenset[str]) -> None:
+        """
+        Args:
+            flags: the globals of ``torch.compiler``.
+            was_set: those of the names that are set at the installation.
+        """
+        super().__init__(dict.fromkeys(names, bool))
+        self._fxsafe_values = _Values(self._fxsafe_values, flags, was_set)
 
 
 def _guard_template() -> Any:
@@ -78,10 +92,10 @@ def _guard_template() -> Any:
 class _Guard(CodeWrap):
     """Lets the question of the compiled call ask for anybody, if it asks for anybody's tracing flag."""
 
-    def __init__(self, fx: ModuleType, function: FunctionType) -> None:
+    def __init__(self, fx: ModuleType, function: FunctionType, flags: dict[str, Any]) -> None:
         def wrap(original: FunctionType) -> Callable[..., Any]:
             def traces_and_nobody_compiles() -> Any:
-                return original() and not _compiling
+                return original() and not (flags[_COMPILING] or _compiling)
 
             frame_hider()(traces_and_nobody_compiles)
             return traces_and_nobody_compiles
@@ -101,18 +115,23 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     compiler, fx = modules[COMPILER], modules[FX]
     present = {name: user for name, user in _SINCE.items() if name in vars(compiler)}
     names = frozenset({_COMPILING, *present})
-    flag = vars(_Flags)[_COMPILING]
-    frame_hider()(_Flags.__init__, ThreadGlobals.__init__, flag.fget, flag.fset)
+
+    def flags() -> _Flags:
+        _compiling.clear()
+        here = vars(compiler)
+        return _Flags(here, names, frozenset(name for name in names if here[name]))
+
+    frame_hider()(_Flags.__init__, ThreadGlobals.__init__, _Values.__init__, _Values.__setitem__)
     edits: list[Edit] = []
     if _TRACING in vars(fx) and _GUARD in vars(fx):
         function = own_function(fx, _GUARD)
         try:
-            edits.append(_Guard(fx, function))
+            edits.append(_Guard(fx, function, vars(compiler)))
         except ValueError as error:
             raise ShapeError(str(error)) from None
     edits += isolate(
         compiler,
-        kept_state(compiler, names, lambda: _Flags(names - {_COMPILING})),
+        kept_state(compiler, names, flags),
         names,
         frozenset({"is_compiling", *present.values()}),
         known_to_dynamo=_KNOWN_TO_DYNAMO,

@@ -53,7 +53,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     frame_hider()(ThreadGlobals.__init__, inside, *asked.values())
     initial = {name: partial(inside, ask) for name, ask in asked.items()}
     state = kept_state(module, names, lambda: ThreadGlobals(initial))
-    return Plan(isolate(module, state, names, _USERS, by_attribute=False, inherit=False))
+    return Plan(isolate(module, state, names, _USERS, by_attribute=False, known=True))
 
 
 PATCH = Patch(

@@ -39,37 +39,36 @@ _ONCE_GLOBAL: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-class _Tracing(ThreadGlobals):
-    """What ``make_fx`` keeps, per thread; while it traces, the thread runs autograd itself.
+class _Tracing(dict[str, Any]):
+    """What ``make_fx`` keeps for a thread; while it traces, the thread runs autograd itself.
 
     Otherwise a device's autograd thread, which has no trace of its own, would run the part of a traced backward that
     asks for the trace. AOTAutograd does the same while it traces.
     """
 
+    _multithreading = True
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == _TRACER:
+            import torch
+
+            if value is not None and self[_TRACER] is None:
+                self._multithreading = torch._C._is_multithreading_enabled()
+                torch._C._set_multithreading_enabled(False)
+            elif value is None and self[_TRACER] is not None:
+                torch._C._set_multithreading_enabled(self._multithreading)
+        super().__setitem__(name, value)
+
+
+class _Tracings(ThreadGlobals):
     def __init__(self, initial: Mapping[str, Callable[[], Any]]) -> None:
         super().__init__(initial)
-        self._tracer: Any = None
-        self._multithreading = True
-
-    @property
-    def _CURRENT_MAKE_FX_TRACER(self) -> Any:
-        return self._tracer
-
-    @_CURRENT_MAKE_FX_TRACER.setter
-    def _CURRENT_MAKE_FX_TRACER(self, tracer: Any) -> None:
-        import torch
-
-        if tracer is not None and self._tracer is None:
-            self._multithreading = torch._C._is_multithreading_enabled()
-            torch._C._set_multithreading_enabled(False)
-        elif tracer is None and self._tracer is not None:
-            torch._C._set_multithreading_enabled(self._multithreading)
-        self._tracer = tracer
+        self._fxsafe_values = _Tracing(self._fxsafe_values)
 
 
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     proxy_tensor, ops = modules[PROXY_TENSOR], modules[OPS]
-    initial: dict[str, Callable[[], Any]] = {}
+    initial: dict[str, Callable[[], Any]] = {_TRACER: NoneType}
     users = {"_set_make_fx_tracer"}
     for name, (make, user) in _ONCE_GLOBAL.items():
         value = vars(proxy_tensor).get(name)
@@ -79,14 +78,13 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     stack = type(vars(ops).get(_MODES))
     if stack.__module__ != OPS:
         raise ShapeError(f"{OPS}.{_MODES} is a {stack.__module__}.{stack.__qualname__}")
-    tracer = vars(_Tracing)[_TRACER]
-    frame_hider()(_Tracing.__init__, ThreadGlobals.__init__, tracer.fget, tracer.fset)
-    tracing = kept_state(proxy_tensor, {_TRACER, *initial}, lambda: _Tracing(initial))
+    frame_hider()(_Tracings.__init__, ThreadGlobals.__init__, _Tracing.__setitem__)
+    tracing = kept_state(proxy_tensor, initial, lambda: _Tracings(initial))
     modes = kept_state(ops, {_MODES}, lambda: ThreadGlobals({_MODES: stack}))
     return Plan(
         [
-            # Nothing is inherited: who installs is inside no trace, so what is set is another thread's.
-            *isolate(proxy_tensor, tracing, frozenset({_TRACER, *initial}), frozenset(users), inherit=False),
+            # Who installs is inside no trace and needs nothing of what the globals hold.
+            *isolate(proxy_tensor, tracing, frozenset(initial), frozenset(users), home=False),
             # Nobody outside uses the stack by its name.
             *isolate(
                 ops,
@@ -94,7 +92,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
                 frozenset({_MODES}),
                 frozenset({"mode_stack_state_for_pre_dispatch"}),
                 by_attribute=False,
-                inherit=False,
+                home=False,
             ),
         ]
     )

@@ -41,15 +41,14 @@ _USERS = frozenset({"get_current_meta", "has_preserved_node_meta", "preserve_nod
 
 class _State(ThreadGlobals):
     def __init__(self, others: Mapping[str, Callable[[], Any]]) -> None:
-        super().__init__(others)
-        self.current_meta: dict[str, Any] = {}
-        self.first_meta = self.current_meta
+        super().__init__({_META: dict, **others})
+        self.first_meta: dict[str, Any] = self._fxsafe_values[_META]
 
 
 class _FirstMeta:
     """What flex_attention calls ``current_meta``: the dictionary that the calling thread's one began with."""
 
-    def __init__(self, state: Kept[_State]) -> None:
+    def __init__(self, state: Kept) -> None:
         self._state = state
 
     def get(self, *arguments: Any) -> Any:
@@ -57,18 +56,16 @@ class _FirstMeta:
 
 
 class _Flex:
-    """Puts the view where flex_attention has bound the dictionary; the installing thread keeps a stale one."""
+    """Puts the view where flex_attention has bound the dictionary, which the installing thread goes on with."""
 
-    def __init__(self, flex: ModuleType, state: Kept[_State], *, stale: bool) -> None:
-        view = _FirstMeta(state)
-        self._swap = AttributeSwap(f"{FLEX}.{_META}", flex, _META, view)
+    def __init__(self, flex: ModuleType, state: Kept) -> None:
+        self._bound = vars(flex)[_META]
+        self._swap = AttributeSwap(f"{FLEX}.{_META}", flex, _META, _FirstMeta(state))
         self.target = self._swap.target
-        self._flex = flex
         self._state = state
-        self._stale = stale
 
     def apply(self) -> None:
-        self._state.now.first_meta = vars(self._flex)[_META] if self._stale else self._state.now.current_meta
+        self._state.now.first_meta = self._bound
         self._swap.apply()
 
     def undo(self) -> bool:
@@ -87,7 +84,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     if _META in vars(flex):
         if type(vars(flex)[_META]) is not dict:
             raise ShapeError(f"{FLEX}.{_META} is no dictionary")
-        edits.append(_Flex(flex, state, stale=vars(flex)[_META] is not here[_META]))
+        edits.append(_Flex(flex, state))
     return Plan(edits)
 
 

@@ -1,0 +1,403 @@
+"""fxsafe comes or goes while another thread traces, exports or compiles, or while a thread is inside some block."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._dynamo.utils
+import torch.export._trace
+import torch.fx.traceback as tb
+from support import RELEASE, SOON_S, Task, X, double_plus_one, inside_elsewhere, program
+from torch import nn
+from torch._higher_order_ops import flex_attention  # noqa: F401  the patches of node metadata wait for it
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _python_dispatch as dispatch
+from torch.utils.flop_counter import FlopCounterMode
+
+import fxsafe
+from fxsafe import traces
+
+STEPS = 50  # nodes to make after the change has begun to wait: there is work left for a change that did not wait
+
+
+class Pause:
+    """Called in the middle of a thread's work: the work goes on when a change waits for it."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        with traces.lock:
+            while not traces.state.changing:
+                traces.changed.wait(0.001)
+
+
+def exports(pause: Callable[[], None], strict: bool) -> Any:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_dynamo_compiling():
+                pause()
+            for _ in range(STEPS):
+                x = x + 1
+            return x
+
+    return torch.export.export(Model(), (X,), strict=strict).module()(X).tolist()
+
+
+def makes_fx(pause: Callable[[], None], **how: Any) -> Any:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        pause()
+        for _ in range(STEPS):
+            x = x + 1
+        return x
+
+    return make_fx(function, **how)(X)(X).tolist()
+
+
+def compiles(pause: Callable[[], None]) -> Any:
+    def backend(gm: Any, inputs: Any) -> Any:
+        pause()
+        return gm.forward
+
+    return torch.compile(lambda x: x + STEPS, backend=backend, fullgraph=True)(X).tolist()
+
+
+WORK: dict[str, Callable[[Callable[[], None]], Any]] = {
+    "export": lambda pause: exports(pause, False),
+    "make_fx": makes_fx,
+    "pre-dispatch": lambda pause: makes_fx(pause, pre_dispatch=True),
+    "symbolic": lambda pause: makes_fx(pause, tracing_mode="symbolic"),
+    "compile": compiles,
+}
+
+
+def state() -> list[Any]:
+    return [
+        torch.compiler.is_compiling(),
+        torch._C._is_multithreading_enabled(),
+        proxy_tensor._CURRENT_MAKE_FX_TRACER,
+        torch.export._trace._EXPORT_MODULE_HIERARCHY,
+        dispatch.is_in_torch_dispatch_mode(),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    WORK["export"](lambda: None)  # what is imported by the first one
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_install_waits_for_what_another_thread_is_in_the_middle_of(kind: str) -> None:
+    before, pause = state(), Pause()
+    task = Task(lambda: WORK[kind](pause))
+    assert pause.reached.wait(SOON_S)
+    with fxsafe.install():
+        assert state() == before
+        assert task.result() == (X + STEPS).tolist()
+        assert Task(state).result() == before
+    assert state() == before
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_uninstall_waits_for_what_another_thread_is_in_the_middle_of(kind: str) -> None:
+    before, pause = state(), Pause()
+    handle = fxsafe.install()
+    task = Task(lambda: WORK[kind](pause))
+    assert pause.reached.wait(SOON_S)
+    handle.uninstall()
+    assert state() == before
+    assert task.result() == (X + STEPS).tolist()
+    assert state() == Task(state).result() == before
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_who_gives_up_the_wait_changes_nothing_and_names_the_thread(kind: str) -> None:
+    handle = fxsafe.install()
+    leave, reached = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        reached.set()
+        leave.wait(SOON_S)
+
+    task = Task(lambda: WORK[kind](pause))
+    assert reached.wait(SOON_S)
+    with pytest.raises(
+        fxsafe.FxsafeError, match=r"waited 0 s for traces and compiles.*nothing was changed[\s\S]*pause"
+    ):
+        handle.uninstall(timeout=0)
+    leave.set()
+    assert task.result() == (X + STEPS).tolist()
+    assert fxsafe.is_installed()
+    handle.uninstall()
+
+
+def test_a_change_comes_through_while_threads_never_stop_working() -> None:
+    """What begins while a change waits is held back: otherwise some thread would always be in the middle.
+
+    In a process of its own, for in the moments without fxsafe the threads disturb one another as on plain torch.
+    """
+    output = program(
+        f"""
+        import contextlib, sys, threading
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import fxsafe
+        from test_changes_beside_work import WORK
+
+        stop = threading.Event()
+
+        def work(kind):
+            while not stop.is_set():
+                with contextlib.suppress(Exception):
+                    WORK[kind](lambda: None)
+
+        kinds = ["export", "export", "make_fx", "make_fx", "pre-dispatch", "symbolic", "compile", "compile"]
+        threads = [threading.Thread(target=work, args=(kind,)) for kind in kinds]
+        for kind in set(kinds):
+            WORK[kind](lambda: None)
+        for thread in threads:
+            thread.start()
+        for _ in range(3):
+            fxsafe.install().uninstall()
+        stop.set()
+        for thread in threads:
+            thread.join()
+        print("through")
+        """
+    )
+    assert output.endswith("through\n")
+
+
+# --- blocks -------------------------------------------------------------------------------------------------------
+
+needs_annotate = pytest.mark.skipif(not hasattr(tb, "annotate"), reason="torch has had annotate since 2.9")
+
+
+@contextmanager
+def changes(when: str) -> Iterator[Callable[[str], None]]:
+    """Installs or undoes at one of the places of a block, named by the string, and undoes at the end."""
+    handles: list[Any] = []
+
+    def here(place: str) -> None:
+        if place in when.split():
+            if handles:
+                handles.pop().uninstall()
+            else:
+                handles.append(fxsafe.install())
+
+    yield here
+    while handles:
+        handles.pop().uninstall()
+
+
+WHEN = ("inside", "before", "before inside", "inside inner", "inner after", "before inner", "inside between inner")
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_one_threads_blocks_are_the_same_whenever_fxsafe_comes_and_goes(when: str) -> None:
+    def walk(here: Callable[[str], None]) -> list[Any]:
+        seen: list[Any] = []
+
+        def look() -> None:
+            seen.append((tb.has_preserved_node_meta(), dict(tb.get_current_meta()), dict(tb.current_meta)))
+
+        here("before")
+        with tb.preserve_node_meta():
+            here("inside")
+            look()
+            tb.current_meta["mine"] = 1
+            here("between")
+            with tb.preserve_node_meta():
+                here("inner")
+                look()
+                tb.current_meta["inner"] = 2
+                look()
+            look()
+            here("after")
+            look()
+        look()
+        return seen
+
+    plain = walk(lambda place: None)
+    assert plain[0][0]
+    assert not plain[-1][0]
+    with changes(when) as here:
+        assert walk(here) == plain
+    assert (tb.has_preserved_node_meta(), tb.current_meta) == (False, plain[-1][2])
+
+
+@needs_annotate
+@pytest.mark.parametrize("when", WHEN)
+def test_one_threads_annotations_survive_fxsafes_coming_and_going(when: str) -> None:
+    def walk(here: Callable[[str], None]) -> list[Any]:
+        seen: list[Any] = []
+
+        def look() -> None:
+            seen.append(dict(tb.current_meta.get("custom", {})))
+
+        here("before")
+        with tb.annotate({"a": 1}):
+            here("inside")
+            look()
+            here("between")
+            with tb.annotate({"b": 2}):
+                here("inner")
+                look()
+            look()
+            here("after")
+            look()
+        look()
+        return seen
+
+    plain = walk(lambda place: None)
+    assert plain == [{"a": 1}, {"a": 1, "b": 2}, {"a": 1}, {"a": 1}, {}]
+    with changes(when) as here:
+        assert walk(here) == plain
+
+
+@pytest.mark.skipif(RELEASE < (2, 9), reason="torch has had error_on_graph_break since 2.9")
+@pytest.mark.parametrize("when", WHEN)
+def test_one_threads_graph_break_setting_survives_fxsafes_coming_and_going(when: str) -> None:
+    get = torch._dynamo.utils._get_error_on_graph_break
+    block = torch._dynamo.error_on_graph_break
+
+    def walk(here: Callable[[str], None]) -> list[bool]:
+        seen = []
+        here("before")
+        with block(True):
+            here("inside")
+            seen.append(get())
+            here("between")
+            with block(False):
+                here("inner")
+                seen.append(get())
+            seen.append(get())
+            here("after")
+            seen.append(get())
+        return [*seen, get()]
+
+    with changes(when) as here:
+        assert walk(here) == [True, False, True, True, False]
+
+
+class Mode(dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("manager", [tb.preserve_node_meta, Mode])
+@pytest.mark.parametrize("question", ["preserved", "meta", "mode"])
+def test_compiled_code_that_asks_where_it_is_called_gets_one_threads_plain_answers(manager: Any, question: str) -> None:
+    ask = {
+        "preserved": lambda x: x + 1 if tb.has_preserved_node_meta() else x + 2,
+        "meta": lambda x: x + len(tb.get_current_meta()),
+        "mode": lambda x: x + 1 if dispatch.is_in_torch_dispatch_mode() else x + 2,
+    }[question]
+
+    def answers() -> list[Any]:
+        torch._dynamo.reset()
+        graphs: list[int] = []
+
+        def backend(gm: Any, inputs: Any) -> Any:
+            graphs.append(len(gm.graph.nodes))
+            return gm.forward
+
+        compiled = torch.compile(ask, backend=backend)
+        seen = [compiled(X).tolist()]
+        with manager():
+            seen.append(compiled(X).tolist())
+        return [*seen, compiled(X).tolist(), graphs]
+
+    plain = answers()
+    with fxsafe.install():
+        assert answers() == plain
+
+
+# --- blocks of other threads ----------------------------------------------------------------------------------------
+
+
+def compiled_graphs() -> int:
+    graphs: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(lambda x: double_plus_one(x), backend=backend)(X)
+    return len(graphs)
+
+
+def test_a_mode_that_another_thread_was_inside_leaves_nothing() -> None:
+    with inside_elsewhere(lambda: FlopCounterMode(display=False)) as leave:
+        handle = fxsafe.install()
+        assert not dispatch.is_in_torch_dispatch_mode()
+        leave.set()
+    handle.uninstall()
+    assert not dispatch.is_in_torch_dispatch_mode()
+    assert compiled_graphs() == 1
+
+
+@pytest.mark.skipif(RELEASE < (2, 7), reason="not by this name before 2.7")
+def test_a_compiling_context_that_another_thread_was_inside_leaves_nothing() -> None:
+    from torch._export.utils import _compiling_state_context
+
+    with inside_elsewhere(_compiling_state_context) as leave:
+        handle = fxsafe.install()
+        leave.set()
+    assert not torch.compiler.is_compiling()
+    handle.uninstall()
+    assert not torch.compiler.is_compiling()
+    assert not Task(torch.compiler.is_compiling).result()
+
+
+def test_an_installation_knows_nothing_of_who_compiled_during_the_one_before() -> None:
+    from fxsafe.patches.compiling_flags import _compiling
+
+    with fxsafe.install():
+        Task(lambda: setattr(torch.compiler, "_is_compiling_flag", True)).result()
+        assert _compiling
+    with fxsafe.install():
+        assert not _compiling
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_child_forked_beside_the_installing_threads_block_is_outside_of_it() -> None:
+    program(
+        """
+        import os, threading
+        import torch, torch._dynamo, torch.fx.traceback as tb
+        from torch._higher_order_ops import flex_attention
+        import fxsafe
+
+        handle = fxsafe.install()
+        torch.compiler._is_compiling_flag = True
+        block = tb.preserve_node_meta()
+        block.__enter__()
+
+        def fork():
+            global child
+            child = os.fork()
+            if not child:
+                state = lambda: (tb.has_preserved_node_meta(), torch.compiler.is_compiling())
+                before = state()
+                handle.uninstall()
+                os._exit(0 if before == state() == (False, False) else 7)
+
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        block.__exit__(None, None, None)
+        """
+    )
