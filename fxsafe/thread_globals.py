@@ -15,6 +15,7 @@ import __future__
 
 import ast
 import contextlib
+import gc
 import inspect
 import linecache
 import re
@@ -212,12 +213,27 @@ def _parse(function: FunctionType) -> ast.AST:
     above = "\n" * (span[0] - 1 - indented) + head
     for end in range(span[-1], len(lines) + 1):
         try:
-            return ast.parse(above + "".join(lines[span[0] - 1 : end]))
+            return _tree(above + "".join(lines[span[0] - 1 : end]))
         except SyntaxError:
             # The last statement may go on: closing brackets have no instruction.
             if end == len(lines) or end == span[-1] + _CLOSING_LINES:
                 raise
     raise AssertionError("unreachable")
+
+
+def _tree(text: str) -> ast.AST:
+    """``ast.parse``, in one step for other threads.
+
+    Up to Python 3.11 a garbage collection, in the middle of making the tree, may let another thread run, and if that
+    one parses too, one of them fails: "AST constructor recursion depth mismatch". They count in one place.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _compile(function: FunctionType, change: ast.NodeTransformer | None) -> CodeType:

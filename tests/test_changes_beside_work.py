@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +27,7 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxsafe
-from fxsafe import traces
+from fxsafe import thread_globals, traces
 
 STEPS = 50  # nodes to make after the change has begun to wait: there is work left for a change that did not wait
 
@@ -144,39 +147,61 @@ def test_who_gives_up_the_wait_changes_nothing_and_names_the_thread(kind: str) -
 
 
 def test_a_change_comes_through_while_threads_never_stop_working() -> None:
-    """What begins while a change waits is held back: otherwise some thread would always be in the middle.
+    """What begins while a change waits is held back: otherwise some thread would always be in the middle."""
+    stop = threading.Event()
+    right = (X + STEPS).tolist()
 
-    In a process of its own, for in the moments without fxsafe the threads disturb one another as on plain torch.
-    """
-    output = program(
-        f"""
-        import contextlib, sys, threading
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        import fxsafe
-        from test_changes_beside_work import WORK
+    def work(kind: str) -> None:
+        while not stop.is_set():
+            assert WORK[kind](lambda: None) == right
 
-        stop = threading.Event()
+    with fxsafe.install():
+        tasks = [Task(lambda kind=kind: work(kind)) for kind in [*WORK, "export", "make_fx", "pre-dispatch"]]
+        try:
+            for _ in range(5):
+                with traces.quiet("a change", SOON_S) as alone:
+                    assert alone
+                    assert state() == [False, True, None, None, False]
+        finally:
+            stop.set()
+        for task in tasks:
+            task.result()
 
-        def work(kind):
-            while not stop.is_set():
-                with contextlib.suppress(Exception):
-                    WORK[kind](lambda: None)
 
-        kinds = ["export", "export", "make_fx", "make_fx", "pre-dispatch", "symbolic", "compile", "compile"]
-        threads = [threading.Thread(target=work, args=(kind,)) for kind in kinds]
-        for kind in set(kinds):
-            WORK[kind](lambda: None)
-        for thread in threads:
-            thread.start()
-        for _ in range(3):
-            fxsafe.install().uninstall()
-        stop.set()
-        for thread in threads:
-            thread.join()
-        print("through")
-        """
-    )
-    assert output.endswith("through\n")
+def parse_two_at_a_time(parse: Callable[[], Any]) -> Any:
+    """Another thread's parse begins in the middle of this one, in a garbage collection, and this one ends first."""
+    first, second, over = threading.get_ident(), threading.Event(), threading.Event()
+    other: list[Task] = []
+
+    def collecting(phase: str, _: Any) -> None:
+        if phase == "start" and threading.get_ident() == first and not other:
+            other.append(Task(lambda: ast.parse("[" * 20 + "]" * 20)))
+            second.wait(1)
+        elif phase == "start" and other and threading.get_ident() == other[0].thread.ident and not second.is_set():
+            second.set()
+            over.wait(SOON_S)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collecting)
+    gc.set_threshold(1)
+    try:
+        return parse()
+    finally:
+        over.set()
+        gc.callbacks.remove(collecting)
+        gc.set_threshold(*thresholds)
+        for task in other:
+            with contextlib.suppress(SystemError):
+                task.result()
+
+
+def test_source_is_parsed_beside_other_threads_parsers() -> None:
+    if sys.version_info < (3, 12):  # since then nothing is collected in the middle
+        with pytest.raises(SystemError, match="recursion depth mismatch"):
+            parse_two_at_a_time(lambda: ast.parse("[" * 20 + "]" * 20))
+    assert gc.isenabled()
+    parse_two_at_a_time(lambda: thread_globals._tree("[" * 20 + "]" * 20))
+    assert gc.isenabled()
 
 
 # --- blocks -------------------------------------------------------------------------------------------------------
