@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -101,10 +102,10 @@ def main() -> int:
     alone, expected = compiled(model, x)
     print(f"torch {torch.__version__}, {options.device}: {len(expected)} graphs, plain and alone")
     rows: list[dict[str, Any]] = []
-    for fix in ("thread-local", "always-false"):
-        for beside in (contextlib.nullcontext, trace_in_flight, tracing_all_the_time):
+    for fix in ("plain", "thread-local", "always-false"):  # the first is the control: the same compile once more
+        for beside in (contextlib.nullcontext, trace_in_flight, tracing_all_the_time)[: 1 if fix == "plain" else None]:
             where = "alone" if beside is contextlib.nullcontext else beside.__name__.replace("_", " ")
-            with fxsafe.install(fix):
+            with contextlib.nullcontext() if fix == "plain" else fxsafe.install(fix):
                 with beside():
                     train, sources = compiled(model, x)
                 found = turns.compare(timed(alone), timed(train), seconds=options.seconds)
@@ -116,6 +117,11 @@ def main() -> int:
                 f"+-{found.error / found.before:.3f}",
                 flush=True,
             )
+            for one, other in zip(expected, sources, strict=False):
+                changes = difflib.unified_diff(
+                    one.splitlines(), other.splitlines(), "plain and alone", where, "", "", 0
+                )
+                print("\n".join(list(changes)[:8]))
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"torch": torch.__version__, "graphs": len(expected), "rows": rows}, file, indent=1)

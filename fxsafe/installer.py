@@ -141,15 +141,17 @@ class Installation:
                 _state.handles.remove(self)
                 _reset_if_last()
                 return
-            with traces.quiet("fxsafe.uninstall()", timeout, lambda: _state.handles == [self]) as alone:
-                try:
-                    if alone:
-                        _undo()
-                finally:
-                    if not alone or not _state.applied:
-                        if self in _state.handles:
-                            _state.handles.remove(self)
-                        _reset_if_last()
+            traces.change_in_quiet("fxsafe.uninstall()", timeout, self._leave, lambda: _state.handles == [self])
+
+    def _leave(self, last: bool) -> None:
+        try:
+            if last:
+                _undo()
+        finally:
+            if not last or not _state.applied:
+                if self in _state.handles:
+                    _state.handles.remove(self)
+                _reset_if_last()
 
     def __enter__(self) -> Installation:
         """
@@ -427,8 +429,9 @@ def _carry_out(verdicts: dict[str, Verdict], *, importing: bool = False) -> None
         if importing and not any(p.quiet for p, _ in chosen):
             _apply_edits(chosen)
         else:
-            with traces.quiet("fxsafe.install()", QUIET_TIMEOUT_S, compiles=not importing):
-                _apply_edits(chosen)
+            traces.change_in_quiet(
+                "fxsafe.install()", QUIET_TIMEOUT_S, lambda wanted: _apply_edits(chosen), compiles=not importing
+            )
     except BaseException:
         _undo(kept)
         raise

@@ -15,7 +15,6 @@ import __future__
 
 import ast
 import contextlib
-import gc
 import inspect
 import linecache
 import re
@@ -26,6 +25,7 @@ from typing import Any
 
 from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, Edit, ModuleProperties, copy_function, one_of_equals
+from fxsafe.observe import threads
 from fxsafe.shapes import ShapeError, uses_of_globals
 
 __all__ = [
@@ -227,13 +227,8 @@ def _tree(text: str) -> ast.AST:
     Up to Python 3.11 a garbage collection, in the middle of making the tree, may let another thread run, and if that
     one parses too, one of them fails: "AST constructor recursion depth mismatch". They count in one place.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with threads.without_collection():
         return ast.parse(text)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _compile(function: FunctionType, change: ast.NodeTransformer | None) -> CodeType:

@@ -15,7 +15,6 @@ import time
 import weakref
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -28,12 +27,12 @@ from fxsafe.thread_globals import PLACEHOLDER, rewritten
 
 __all__ = [
     "FX",
+    "change_in_quiet",
     "changed",
     "gate",
     "gates",
     "in_flight_here",
     "lock",
-    "quiet",
     "refuse_inside_change",
     "register_edit",
     "registered_body",
@@ -71,23 +70,19 @@ class _State:
 state = _State()
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 # What keeps state of torch's around its traces, or in place of one, by module and function. By name, for they may have
 # any of our bodies or torch's.
 _AROUND = {
     "torch.fx.experimental.proxy_tensor": ("trace", "trace_subgraph"),
-    "torch.export": ("export",),
+    "torch.export": ("export", "load", "save"),
+    "torch._export.serde.serialize": ("deserialize", "serialize"),
     "torch.export._trace": ("wrapper",),  # what runs every export
     "torch._dynamo.eval_frame": ("inner",),  # what torch._dynamo.export returns
-    "torch._dynamo.convert_frame": ("_compile",),
+    "torch._dynamo.convert_frame": ("_compile", "fullgraph_capture"),
     "torch._functorch.aot_autograd": (
         "aot_module_simplified",
         "aot_export_module",
+        "aot_export_joint_simple",
         "aot_export_joint_with_descriptors",
         "create_aot_dispatcher_function",
     ),
@@ -101,27 +96,27 @@ def _around() -> set[tuple[str, str]]:
     return {(file, name) for file, names in found if file is not None for name in names}
 
 
-def _traces_on_stack(frame: FrameType | None) -> bool:
+def _traces(frames: Iterable[FrameType]) -> bool:
     code = state.trace_code
-    return code is not None and any(f.f_code is code for f in _frames(frame))
+    return code is not None and any(f.f_code is code for f in frames)
 
 
-def _busy_on_stack(frame: FrameType | None, around: set[tuple[str, str]]) -> bool:
+def _busy(frames: Iterable[FrameType], around: set[tuple[str, str]]) -> bool:
     trace = state.trace_code
-    return any(f.f_code is trace or (f.f_code.co_filename, f.f_code.co_name) in around for f in _frames(frame))
+    return any(f.f_code is trace or (f.f_code.co_filename, f.f_code.co_name) in around for f in frames)
 
 
 def in_flight_here() -> bool:
     """Whether the calling thread is inside a trace, registered or not."""
-    return get_ident() in state.depth or _traces_on_stack(sys._getframe())
+    return get_ident() in state.depth or _traces(threads.frames(get_ident()))
 
 
 def _in_flight_elsewhere(around: set[tuple[str, str]]) -> dict[int, bool]:
     """Idents of other threads inside a trace, or inside what is around one -> whether the register knows of it."""
-    frames = sys._current_frames().items()
-    found = {i: False for i, frame in frames if i not in state.held and _busy_on_stack(frame, around)}
-    found.update(dict.fromkeys(state.depth, True))
-    found.pop(get_ident(), None)
+    me = get_ident()
+    idents = [ident for ident in sys._current_frames() if ident != me and ident not in state.held]
+    found = {ident: False for ident in idents if _busy(threads.frames(ident), around)}
+    found.update((ident, True) for ident in state.depth if ident != me)
     return found
 
 
@@ -139,34 +134,42 @@ def _who_is_busy() -> list[int]:
 
 def _describe(idents: Iterable[int]) -> str:
     stacks = [f"{threads.name(ident)} is tracing at:\n{threads.stack(ident)}" for ident in idents]
-    return "".join(stacks).rstrip() or "Dynamo's compile lock is held by a thread that does not compile."
+    stacks = stacks or ["Dynamo's compile lock is held by a thread that does not compile.\n"]
+    held = [f"held back meanwhile, {threads.name(ident)} at:\n{threads.stack(ident)}" for ident in state.held]
+    return "".join(stacks + held).rstrip()
 
 
-@contextmanager
-def quiet(
-    what: str, timeout: float, still_wanted: Callable[[], bool] = lambda: True, *, compiles: bool = True
-) -> Iterator[bool]:
-    """Holds ``changed`` with no trace in flight anywhere; new ones wait until the block ends.
+def change_in_quiet(
+    what: str,
+    timeout: float,
+    change: Callable[[bool], None],
+    still_wanted: Callable[[], bool] = lambda: True,
+    *,
+    compiles: bool = True,
+) -> None:
+    """Calls ``change`` with ``changed`` held and no trace in flight anywhere; new ones wait until it has returned.
+
+    No context manager, for Ctrl-C in front of its ``__exit__`` would leave everything held.
 
     Args:
         what: the call that wants quiet, for messages, e.g. ``"fxsafe.uninstall()"``.
         timeout: the longest wait for other threads' traces, in seconds.
+        change: called with whether it is still wanted; if not, there may be traces in flight.
         still_wanted: asked, under the lock, after each wait.
         compiles: whether it also waits for the compiles, exports and ``make_fx`` of other threads, and holds Dynamo's
-            compile lock in the block. Not for who holds an import lock, which these need.
-
-    Yields:
-        False if ``still_wanted`` said no meanwhile; there may be traces in flight then.
+            compile lock meanwhile. Not for who holds an import lock, which these need.
 
     Raises:
-        FxsafeError: the calling thread itself is inside a trace, or the time is over. The stacks of the tracing
-            threads are in the message.
+        FxsafeError: the calling thread itself is inside a trace, or inside a compile with ``compiles``, or the time is
+            over. The stacks of the tracing threads are in the message, and of those that were held back.
     """
     with lock:
-        if in_flight_here():
+        compile_lock = _compile_lock() if compiles else None
+        inside = "trace" if in_flight_here() else "compile" if compile_lock and compile_lock._is_owned() else None
+        if inside:
             raise FxsafeError(
-                f"{what} was called inside a trace on this thread: patches cannot change under a running trace. "
-                "Call it before or after the trace."
+                f"{what} was called inside a {inside} on this thread: patches cannot change under a running {inside}. "
+                f"Call it before or after the {inside}."
             )
         refuse_inside_change(what)
         deadline = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
@@ -174,11 +177,8 @@ def quiet(
             if not changed.wait(max(0.0, deadline - time.monotonic())):
                 raise FxsafeError(f"{what} waited {timeout:g} s for another thread that installs or uninstalls")
         if not still_wanted():
-            yield False
+            change(False)
             return
-        compile_lock = _compile_lock() if compiles else None
-        if compile_lock is not None and compile_lock._is_owned():
-            compile_lock = None
         state.changer, state.changing = get_ident(), True
         try:
             wanted = True
@@ -198,7 +198,7 @@ def quiet(
                 changed.wait(left if registered else min(left, _LOOK_AGAIN_S))
                 wanted = still_wanted()
             events.end_wait()
-            yield wanted
+            change(wanted)
         finally:
             state.changing = False  # before any call: Ctrl-C comes in front of a function, and all others wait for this
             try:
@@ -231,7 +231,7 @@ def _enter() -> None:
     me = get_ident()
     with lock:
         if state.changing:
-            _hold_back(sys._getframe())
+            _hold_back(1)
         state.depth[me] = depth = state.depth.get(me, 0) + 1
         state.total += 1
         state.most_at_once = max(state.most_at_once, len(state.depth))
@@ -243,16 +243,27 @@ def gate() -> None:
     """What keeps a thread from beginning to export, to trace with ``make_fx`` or to compile while patches change."""
     if state.changing:
         with lock:
-            _hold_back(sys._getframe(2))
+            _hold_back(2)
 
 
-def _hold_back(frame: FrameType) -> None:
-    # What is nested in something that is waited for must go on, or the wait could not end; and so must what a signal
-    # handler does in the thread that waits.
+def _hold_back(above: int) -> None:
+    """Wait until nothing changes.
+
+    What is nested in something that is waited for must go on, or the wait could not end; and so must what a signal
+    handler does in the thread that waits.
+
+    Args:
+        above: how many frames up to the one whose callers count.
+    """
     me, compile_lock = get_ident(), _compile_lock()
     busy = me in state.depth or (compile_lock is not None and compile_lock._is_owned())
-    if state.changing and state.changer != me and not busy and not _busy_on_stack(frame, _around()):
+    if state.changing and state.changer != me and not busy and not _busy(_callers(sys._getframe(above)), _around()):
         _wait_for_change()
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None and (frame := frame.f_back) is not None:
+        yield frame
 
 
 def _wait_for_change() -> None:

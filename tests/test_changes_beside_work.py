@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
+import io
 import os
 import sys
 import threading
@@ -28,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxsafe
 from fxsafe import thread_globals, traces
+from fxsafe.observe import threads
 
 STEPS = 50  # nodes to make after the change has begun to wait: there is work left for a change that did not wait
 
@@ -150,6 +152,7 @@ def test_a_change_comes_through_while_threads_never_stop_working() -> None:
     """What begins while a change waits is held back: otherwise some thread would always be in the middle."""
     stop = threading.Event()
     right = (X + STEPS).tolist()
+    seen: list[Any] = []
 
     def work(kind: str) -> None:
         while not stop.is_set():
@@ -159,13 +162,110 @@ def test_a_change_comes_through_while_threads_never_stop_working() -> None:
         tasks = [Task(lambda kind=kind: work(kind)) for kind in [*WORK, "export", "make_fx", "pre-dispatch"]]
         try:
             for _ in range(5):
-                with traces.quiet("a change", SOON_S) as alone:
-                    assert alone
-                    assert state() == [False, True, None, None, False]
+                traces.change_in_quiet("a change", SOON_S, lambda wanted: seen.append(state()))
         finally:
             stop.set()
         for task in tasks:
             task.result()
+    assert seen == [[False, True, None, None, False]] * 5
+
+
+@pytest.mark.parametrize("change", ["install", "uninstall"])
+def test_inside_ones_own_compile_a_change_is_an_error_at_once(change: str) -> None:
+    """The compile's thread holds Dynamo's lock, for which an export that would be waited for may wait."""
+    refused: list[Any] = []
+    handle = fxsafe.install() if change == "uninstall" else None
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        with pytest.raises(fxsafe.FxsafeError, match="was called inside a compile on this thread") as error:
+            handle.uninstall() if handle else fxsafe.install()
+        refused.append(error)
+        if handle:
+            with fxsafe.install():  # who joins changes nothing
+                pass
+        return gm.forward
+
+    assert torch.equal(torch.compile(lambda x: x + 1, backend=backend)(X), X + 1)
+    assert len(refused) == 1
+    assert fxsafe.is_installed() is bool(handle)
+    if handle:
+        handle.uninstall()
+
+
+@pytest.mark.parametrize("change", ["install", "uninstall"])
+def test_a_change_waits_for_another_threads_load(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._export.serde import serialize
+
+    saved = io.BytesIO()
+    torch.export.save(torch.export.export(nn.Linear(3, 2), (X,), strict=False), saved)
+    pause, original = Pause(), serialize.GraphModuleDeserializer.deserialize_graph
+
+    def slow(*arguments: Any) -> Any:
+        pause()
+        return original(*arguments)
+
+    monkeypatch.setattr(serialize.GraphModuleDeserializer, "deserialize_graph", slow)
+    handle = fxsafe.install() if change == "uninstall" else None
+    task = Task(lambda: torch.export.load(io.BytesIO(saved.getvalue())))
+    assert pause.reached.wait(SOON_S)
+    if handle:
+        handle.uninstall()
+    else:
+        handle = fxsafe.install()
+    assert serialize._CURRENT_DESERIALIZER is None
+    assert task.result().module()(X).shape == (2,)
+    handle.uninstall()
+    assert serialize._CURRENT_DESERIALIZER is None
+
+
+def test_who_gives_up_names_also_the_threads_that_it_held_back() -> None:
+    """A backend that waits for a thread which traces: the change waits for the compile, the thread for the change."""
+    handle = fxsafe.install()
+    reached = threading.Event()
+
+    def traced_by_the_pool() -> Any:
+        return torch.fx.symbolic_trace(nn.ReLU())
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        reached.set()
+        with traces.lock:
+            while not traces.state.changing:
+                traces.changed.wait(0.001)
+        Task(traced_by_the_pool).result()
+        return gm.forward
+
+    task = Task(lambda: torch.compile(lambda x: x + 1, backend=backend)(X))
+    assert reached.wait(SOON_S)
+    with pytest.raises(fxsafe.FxsafeError, match=r"held back meanwhile[\s\S]*traced_by_the_pool"):
+        handle.uninstall(timeout=2)
+    assert torch.equal(task.result(), X + 1)
+    handle.uninstall()
+
+
+def test_the_frames_of_a_thread_are_of_one_moment() -> None:
+    """A walk along ``f_back`` meets a generator that has given control back meanwhile, and ends there."""
+    stop = threading.Event()
+
+    def numbers() -> Iterator[int]:
+        yield from range(50)
+
+    def work() -> None:
+        while not stop.is_set():
+            for _ in numbers():
+                pass
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    task = Task(work)
+    try:
+        ends = {threads.frames(task.thread.ident)[-1].f_code.co_name for _ in range(20_000)}  # type: ignore[arg-type]
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        task.result()
+    assert ends == {"_bootstrap"}
+    assert threads.frames(task.thread.ident) == []  # type: ignore[arg-type]
+    assert threads.frames(threading.get_ident())[1] is sys._getframe()
 
 
 def parse_two_at_a_time(parse: Callable[[], Any]) -> Any:
