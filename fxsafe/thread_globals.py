@@ -29,8 +29,10 @@ from fxsafe.observe import threads
 from fxsafe.shapes import ShapeError, uses_of_globals
 
 __all__ = [
+    "GATE",
     "PLACEHOLDER",
     "Inline",
+    "Marked",
     "Rewrite",
     "ThreadGlobals",
     "after_fork_in_child",
@@ -46,7 +48,7 @@ __all__ = [
 
 PLACEHOLDER = "<fxsafe state>"
 # Names that torch has nowhere: they mark what is ours in a rewritten body.
-_NOW, _VALUES = "_fxsafe_now", "_fxsafe_values"
+_NOW, _VALUES, GATE = "_fxsafe_now", "_fxsafe_values", "_fxsafe_gate"
 _CLOSING_LINES = 20
 _FUTURE = 0
 for _feature in __future__.all_feature_names:
@@ -124,17 +126,24 @@ def _property_of(state: Kept, name: str) -> property:
 def functions_of(module: ModuleType) -> Iterator[FunctionType]:
     """The functions that the module defines: its own globals and class attributes, below decorators."""
 
+    here = vars(module)
+
     def below(value: Any) -> Iterator[FunctionType]:
         while value is not None:
-            if isinstance(value, (staticmethod, classmethod)):
+            if type(value) is FunctionType:
+                if value.__globals__ is here:
+                    yield value
+                value = value.__dict__.get("__wrapped__")
+            elif isinstance(value, (staticmethod, classmethod)):
                 value = value.__func__
-            if isinstance(value, property):
+            elif isinstance(value, property):
                 for part in (value.fget, value.fset, value.fdel):
                     yield from below(part)
                 return
-            if type(value) is FunctionType and value.__globals__ is vars(module):
-                yield value
-            value = getattr(value, "__wrapped__", None) if callable(value) else None
+            elif isinstance(value, type) or not callable(value):
+                return
+            else:
+                value = getattr(value, "__wrapped__", None)
 
     seen: set[int] = set()
     for owner in [module, *(v for v in vars(module).copy().values() if isinstance(v, type))]:
@@ -160,7 +169,11 @@ def nested(code: CodeType) -> Iterator[CodeType]:
             yield from nested(const)
 
 
-class Rewrite(ast.NodeTransformer):
+class Marked(ast.NodeTransformer):
+    """A change of which ``_gist`` sees nothing, so that the changed body is compared with the function's."""
+
+
+class Rewrite(Marked):
     """Puts an attribute of the state in the place of each of the names, as a global."""
 
     def __init__(self, names: frozenset[str], *, kept: bool = False) -> None:
@@ -263,7 +276,7 @@ def _gist(code: CodeType) -> tuple[object, ...]:
     """
     texts = {const for const in code.co_consts if isinstance(const, str)}
     return (
-        frozenset({*code.co_names, *texts} - {_NOW, _VALUES, PLACEHOLDER}),
+        frozenset({*code.co_names, *texts} - {_NOW, _VALUES, GATE, PLACEHOLDER}),
         code.co_varnames,
         code.co_freevars,
         code.co_cellvars,
@@ -290,8 +303,7 @@ def rewritten(
     """
     try:
         changed = _compile(function, change)
-        # A change of names alone shows in the result whether the source was that of the body.
-        plain = changed if isinstance(change, Rewrite) else _compile(function, None)
+        plain = changed if isinstance(change, Marked) else _compile(function, None)
     except (OSError, SyntaxError, IndexError) as error:
         raise ShapeError(f"the source of {where} cannot be read ({error})") from None
     if _gist(plain) != _gist(function.__code__):

@@ -23,7 +23,7 @@ from fxsafe.edits import CodeSwap, CodeWrap, Edit, body_below, copy_function
 from fxsafe.errors import FxsafeError
 from fxsafe.observe import events, threads
 from fxsafe.shapes import ShapeError, own_function, shape_of
-from fxsafe.thread_globals import PLACEHOLDER, rewritten
+from fxsafe.thread_globals import GATE, PLACEHOLDER, Marked, rewritten
 
 __all__ = [
     "FX",
@@ -378,17 +378,21 @@ def register_edit(module: ModuleType) -> Edit:
     return CodeWrap(f"{FX}.Tracer.trace", function, _registered, wrap)  # type: ignore[arg-type]
 
 
-class _Gated(ast.NodeTransformer):
-    """Puts a call of the state's ``gate`` before the first statement of the function."""
+class _Gated(Marked):
+    """Puts a call of the state's gate before the first statement of the function."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         first = node.body[0]
         at = int(isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant))  # after the docstring
-        call = ast.Expr(ast.Call(ast.Attribute(ast.Constant(PLACEHOLDER), gate.__name__, ast.Load()), [], []))
+        call = ast.Expr(ast.Call(ast.Attribute(ast.Constant(PLACEHOLDER), GATE, ast.Load()), [], []))
         for part in ast.walk(call):
             ast.copy_location(part, first)
         node.body.insert(at, call)
         return node
+
+
+class _Gates:
+    _fxsafe_gate = staticmethod(gate)
 
 
 _GATES = (("torch.fx.experimental.proxy_tensor", "_MakefxTracer", "trace"), ("torch.export", None, "export"))
@@ -410,7 +414,7 @@ def gates(there: Iterable[str]) -> Iterator[Edit]:
             continue
         try:
             function = own_function(owner, name)
-            code = rewritten(target, function, _Gated(), sys.modules[__name__])
+            code = rewritten(target, function, _Gated(), _Gates)
         except ShapeError:
             continue
         frame_hider()(gate, _hold_back, _wait_for_change)
