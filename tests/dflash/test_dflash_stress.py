@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -154,10 +158,26 @@ def test_a_hang_is_noticed_from_outside_and_its_stacks_are_kept(monkeypatch: pyt
         self.record.ok, self.record.done = 7, True
 
     monkeypatch.setattr(load.Drafter, "run", hangs_here)  # the forked child inherits it
-    outcome = runner.run_mode(dataclasses.replace(PLAN, stall_after=1.0), BY_NAME["plain"])
+    outcome = runner.run_mode(dataclasses.replace(PLAN, stall_after=4.0), BY_NAME["plain"])
     assert (outcome["hung"], outcome["ok"], outcome["died"]) == (1, 7, [])
     assert "in hangs_here" in outcome["stacks"][0]
     assert outcome["steady_tokens_per_second"] is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_of_a_process_that_writes_no_stacks_the_kernel_says_where_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); print(flush=True); signal.pause()"
+    log = tmp_path / "log"
+    log.touch()
+    monkeypatch.setattr(runner, "_DUMP_S", 0.1)
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        runner._dump_and_kill(runner._Child(process.pid, process.stdout, log, []))
+    assert process.returncode == -signal.SIGKILL
+    assert re.search(rf"no stacks within 0.1 s[^\n]*\n.*\({process.pid}\), State:\t[A-Z] ", log.read_text())
 
 
 def test_a_start_that_fails_before_its_first_step_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ the seconds of imports. A hang is noticed from outside, so that one in which nob
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -16,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -234,7 +235,19 @@ def _dump_and_kill(child: _Child) -> None:
     deadline = time.monotonic() + _DUMP_S
     while time.monotonic() < deadline and child.log.stat().st_size == before:
         time.sleep(0.05)
+    if child.log.stat().st_size == before:
+        with child.log.open("a") as log:
+            log.write(f"It wrote no stacks within {_DUMP_S:g} s. Its threads, as the kernel sees them:\n")
+            log.writelines(_kernel_states(child.pid))
     os.kill(child.pid, signal.SIGKILL)
+
+
+def _kernel_states(pid: int) -> Iterator[str]:
+    """A line for each thread: its name, its state (D: in the kernel, where no signal reaches it), where it waits."""
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            state = next(line for line in (task / "status").read_text().splitlines() if line.startswith("State:"))
+            yield f"{(task / 'comm').read_text().strip()} ({task.name}), {state}, {(task / 'wchan').read_text()}\n"
 
 
 def _last_words(child: _Child) -> str:
