@@ -88,6 +88,7 @@ FORK = """
     done.set(); thread.join()
     assert status == 0, f"child: {status}"
     assert convert_frame.compile_lock.acquire(False)
+    convert_frame.compile_lock.release()
 """
 
 
