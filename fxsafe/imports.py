@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 
+from wrapt import register_post_import_hook
+
 __all__ = ["expect", "ready"]
 
 _hooked: set[str] = set()
@@ -34,7 +36,6 @@ def expect(names: Iterable[str], arrived: Callable[[], None]) -> None:
                 importlib.import_module(name)  # waits for another thread's import, returns at once inside our own
                 _arrived.add(name)
         elif name not in _hooked:
-            from wrapt import register_post_import_hook
 
             def hook(module: ModuleType) -> None:
                 _arrived.add(module.__name__)
