@@ -438,12 +438,11 @@ def _carry_out(verdicts: dict[str, Verdict], *, importing: bool = False) -> None
 
 
 def _apply_registers() -> None:
-    if not _state.registers:
-        _state.registers.append(traces.register_edit(sys.modules[traces.FX]))
-        _state.registers[0].apply()
-    for gate in traces.gates([edit.target for edit in _state.registers]):
-        _state.registers.append(gate)
-        gate.apply()
+    there = [edit.target for edit in _state.registers]
+    first = [] if there else [traces.register_edit(sys.modules[traces.FX])]
+    for edit in (*first, *traces.gates(there)):
+        _state.registers.append(edit)
+        edit.apply()
 
 
 def _apply_edits(chosen: list[tuple[Patch, Plan]]) -> None:

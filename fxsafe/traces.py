@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from _thread import get_ident
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -26,6 +26,7 @@ from fxsafe.shapes import ShapeError, own_function, shape_of
 from fxsafe.thread_globals import GATE, PLACEHOLDER, Marked, rewritten
 
 __all__ = [
+    "CONVERT_FRAME",
     "FX",
     "change_in_quiet",
     "changed",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 FX = "torch.fx._symbolic_trace"
+CONVERT_FRAME = "torch._dynamo.convert_frame"
 # How often a wait looks again at the stacks of traces that began before the register was in place: nothing can tell
 # us when those end.
 _LOOK_AGAIN_S = 0.002
@@ -78,7 +80,7 @@ _AROUND = {
     "torch._export.serde.serialize": ("deserialize", "serialize"),
     "torch.export._trace": ("wrapper",),  # what runs every export
     "torch._dynamo.eval_frame": ("inner",),  # what torch._dynamo.export returns
-    "torch._dynamo.convert_frame": ("_compile", "fullgraph_capture"),
+    CONVERT_FRAME: ("_compile", "fullgraph_capture"),
     "torch._functorch.aot_autograd": (
         "aot_module_simplified",
         "aot_export_module",
@@ -96,22 +98,18 @@ def _around() -> set[tuple[str, str]]:
     return {(file, name) for file, names in found if file is not None for name in names}
 
 
-def _traces(frames: Iterable[FrameType]) -> bool:
-    code = state.trace_code
-    return code is not None and any(f.f_code is code for f in frames)
-
-
-def _busy(frames: Iterable[FrameType], around: set[tuple[str, str]]) -> bool:
+def _busy(frames: Iterable[FrameType], around: Set[tuple[str, str]] = frozenset()) -> bool:
+    """Whether one of the frames is a trace, or one of the functions ``around`` traces, by file and name."""
     trace = state.trace_code
     return any(f.f_code is trace or (f.f_code.co_filename, f.f_code.co_name) in around for f in frames)
 
 
 def in_flight_here() -> bool:
     """Whether the calling thread is inside a trace, registered or not."""
-    return get_ident() in state.depth or _traces(threads.frames(get_ident()))
+    return get_ident() in state.depth or _busy(threads.frames(get_ident()))
 
 
-def _in_flight_elsewhere(around: set[tuple[str, str]]) -> dict[int, bool]:
+def _in_flight_elsewhere(around: Set[tuple[str, str]]) -> dict[int, bool]:
     """Idents of other threads inside a trace, or inside what is around one -> whether the register knows of it."""
     me = get_ident()
     idents = [ident for ident in sys._current_frames() if ident != me and ident not in state.held]
@@ -122,7 +120,7 @@ def _in_flight_elsewhere(around: set[tuple[str, str]]) -> dict[int, bool]:
 
 def _compile_lock() -> Any:
     """Dynamo's own re-entrant lock, behind our stand-in or not; None where Dynamo is not loaded."""
-    lock = vars(sys.modules.get("torch._dynamo.convert_frame", sys)).get("compile_lock")
+    lock = vars(sys.modules.get(CONVERT_FRAME, sys)).get("compile_lock")
     lock = vars(lock).get("_lock") if hasattr(lock, "__dict__") else lock
     return lock if type(lock) is _RLOCK else None
 
@@ -183,7 +181,7 @@ def change_in_quiet(
         try:
             wanted = True
             while wanted and (
-                (tracing := _in_flight_elsewhere(_around() if compiles else set()))
+                (tracing := _in_flight_elsewhere(_around() if compiles else frozenset()))
                 or (compile_lock is not None and not compile_lock.acquire(False))
             ):
                 left = deadline - time.monotonic()
@@ -371,7 +369,7 @@ def register_edit(module: ModuleType) -> Edit:
     def wrap(original: FunctionType) -> _Register:
         inner.__code__ = original.__code__
         register = _Register(inner)
-        hide(register.depth, _enter, _leave, _hold_back, _wait_for_change)
+        hide(register.depth, _enter, _leave, gate, _hold_back, _wait_for_change)
         events.hide_frames()
         return register
 
@@ -417,7 +415,6 @@ def gates(there: Iterable[str]) -> Iterator[Edit]:
             code = rewritten(target, function, _Gated(), _Gates)
         except ShapeError:
             continue
-        frame_hider()(gate, _hold_back, _wait_for_change)
         yield CodeSwap(target, function, code)
 
 

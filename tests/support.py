@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -117,6 +118,24 @@ def inside_elsewhere(manager: Callable[[], AbstractContextManager[Any]]) -> Iter
 def flag() -> Any:
     """The tracing flag as a reader by attribute sees it."""
     return st._is_fx_tracing_flag if FLAG_IS_GLOBAL else st._get_is_fx_tracing()
+
+
+def compiled_graphs() -> int:
+    """How many graphs Dynamo makes of a function that it has not met before, called twice."""
+    seen: list[Any] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        seen.append(module)
+        return module.forward
+
+    # A code object of its own: Dynamo remembers for good which ones it has skipped.
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    compiled = torch.compile(types.FunctionType(add.__code__.replace(), globals()), backend=backend)
+    for _ in range(2):
+        assert torch.equal(compiled(X), X + 1)
+    return len(seen)
 
 
 def python(*arguments: str, env: dict[str, str] | None = None, **kwargs: Any) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,7 @@ import torch._dynamo
 import torch._dynamo.utils
 import torch.export._trace
 import torch.fx.traceback as tb
-from support import RELEASE, SOON_S, Task, X, double_plus_one, inside_elsewhere, program
+from support import RELEASE, SOON_S, Task, X, compiled_graphs, inside_elsewhere, program
 from torch import nn
 from torch._higher_order_ops import flex_attention  # noqa: F401  the patches of node metadata wait for it
 from torch.fx.experimental import proxy_tensor
@@ -221,21 +221,18 @@ def test_a_change_waits_for_another_threads_load(change: str, monkeypatch: pytes
 def test_who_gives_up_names_also_the_threads_that_it_held_back() -> None:
     """A backend that waits for a thread which traces: the change waits for the compile, the thread for the change."""
     handle = fxsafe.install()
-    reached = threading.Event()
+    pause = Pause()
 
     def traced_by_the_pool() -> Any:
         return torch.fx.symbolic_trace(nn.ReLU())
 
     def backend(gm: Any, inputs: Any) -> Any:
-        reached.set()
-        with traces.lock:
-            while not traces.state.changing:
-                traces.changed.wait(0.001)
+        pause()
         Task(traced_by_the_pool).result()
         return gm.forward
 
     task = Task(lambda: torch.compile(lambda x: x + 1, backend=backend)(X))
-    assert reached.wait(SOON_S)
+    assert pause.reached.wait(SOON_S)
     with pytest.raises(fxsafe.FxsafeError, match=r"held back meanwhile[\s\S]*traced_by_the_pool"):
         handle.uninstall(timeout=2)
     assert torch.equal(task.result(), X + 1)
@@ -326,94 +323,73 @@ def changes(when: str) -> Iterator[Callable[[str], None]]:
         handles.pop().uninstall()
 
 
+def walk(outer: Any, inner: Any, here: Callable[[str], None], look: Callable[[], Any]) -> list[Any]:
+    """What ``look`` gives in two nested blocks, at the end of each, and outside; ``here`` is told each place."""
+    here("before")
+    with outer():
+        here("inside")
+        seen = [look()]
+        here("between")
+        with inner():
+            here("inner")
+            seen.append(look())
+        seen.append(look())
+        here("after")
+        seen.append(look())
+    return [*seen, look()]
+
+
 WHEN = ("inside", "before", "before inside", "inside inner", "inner after", "before inner", "inside between inner")
 
 
 @pytest.mark.parametrize("when", WHEN)
 def test_one_threads_blocks_are_the_same_whenever_fxsafe_comes_and_goes(when: str) -> None:
-    def walk(here: Callable[[str], None]) -> list[Any]:
-        seen: list[Any] = []
+    def look() -> Any:
+        return tb.has_preserved_node_meta(), dict(tb.get_current_meta()), dict(tb.current_meta)
 
-        def look() -> None:
-            seen.append((tb.has_preserved_node_meta(), dict(tb.get_current_meta()), dict(tb.current_meta)))
+    def blocks(here: Callable[[str], None]) -> list[Any]:
+        entered: list[Any] = []
 
-        here("before")
-        with tb.preserve_node_meta():
-            here("inside")
-            look()
-            tb.current_meta["mine"] = 1
-            here("between")
+        @contextmanager
+        def preserving(name: str) -> Iterator[None]:
             with tb.preserve_node_meta():
-                here("inner")
-                look()
-                tb.current_meta["inner"] = 2
-                look()
-            look()
-            here("after")
-            look()
-        look()
-        return seen
+                entered.append(look())
+                tb.current_meta[name] = 1
+                yield
 
-    plain = walk(lambda place: None)
+        seen = walk(lambda: preserving("mine"), lambda: preserving("inner"), here, look)
+        return [*entered, *seen]
+
+    plain = blocks(lambda place: None)
     assert plain[0][0]
     assert not plain[-1][0]
     with changes(when) as here:
-        assert walk(here) == plain
+        assert blocks(here) == plain
     assert (tb.has_preserved_node_meta(), tb.current_meta) == (False, plain[-1][2])
 
 
 @needs_annotate
 @pytest.mark.parametrize("when", WHEN)
 def test_one_threads_annotations_survive_fxsafes_coming_and_going(when: str) -> None:
-    def walk(here: Callable[[str], None]) -> list[Any]:
-        seen: list[Any] = []
+    def blocks(here: Callable[[str], None]) -> list[Any]:
+        def look() -> Any:
+            return dict(tb.current_meta.get("custom", {}))
 
-        def look() -> None:
-            seen.append(dict(tb.current_meta.get("custom", {})))
+        return walk(lambda: tb.annotate({"a": 1}), lambda: tb.annotate({"b": 2}), here, look)
 
-        here("before")
-        with tb.annotate({"a": 1}):
-            here("inside")
-            look()
-            here("between")
-            with tb.annotate({"b": 2}):
-                here("inner")
-                look()
-            look()
-            here("after")
-            look()
-        look()
-        return seen
-
-    plain = walk(lambda place: None)
+    plain = blocks(lambda place: None)
     assert plain == [{"a": 1}, {"a": 1, "b": 2}, {"a": 1}, {"a": 1}, {}]
     with changes(when) as here:
-        assert walk(here) == plain
+        assert blocks(here) == plain
 
 
 @pytest.mark.skipif(RELEASE < (2, 9), reason="torch has had error_on_graph_break since 2.9")
 @pytest.mark.parametrize("when", WHEN)
 def test_one_threads_graph_break_setting_survives_fxsafes_coming_and_going(when: str) -> None:
-    get = torch._dynamo.utils._get_error_on_graph_break
     block = torch._dynamo.error_on_graph_break
-
-    def walk(here: Callable[[str], None]) -> list[bool]:
-        seen = []
-        here("before")
-        with block(True):
-            here("inside")
-            seen.append(get())
-            here("between")
-            with block(False):
-                here("inner")
-                seen.append(get())
-            seen.append(get())
-            here("after")
-            seen.append(get())
-        return [*seen, get()]
-
+    look = torch._dynamo.utils._get_error_on_graph_break
     with changes(when) as here:
-        assert walk(here) == [True, False, True, True, False]
+        assert walk(lambda: block(True), lambda: block(False), here, look) == [True, False, True, True, False]
 
 
 class Mode(dispatch.TorchDispatchMode):
@@ -450,17 +426,6 @@ def test_compiled_code_that_asks_where_it_is_called_gets_one_threads_plain_answe
 
 
 # --- blocks of other threads ----------------------------------------------------------------------------------------
-
-
-def compiled_graphs() -> int:
-    graphs: list[Any] = []
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
-
-    torch.compile(lambda x: double_plus_one(x), backend=backend)(X)
-    return len(graphs)
 
 
 def test_a_mode_that_another_thread_was_inside_leaves_nothing() -> None:

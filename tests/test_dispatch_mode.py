@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import pytest
 import torch
 from locks_support import applied
-from support import RELEASE, Task, X, inside_elsewhere, thread_of_its_own
+from support import RELEASE, Task, compiled_graphs, inside_elsewhere, thread_of_its_own
 from torch.utils import _python_dispatch as dispatch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,23 +16,6 @@ NAMES = [name for name in vars(dispatch) if name.startswith("_is_in_")]
 
 def mode_elsewhere() -> AbstractContextManager[threading.Event]:
     return inside_elsewhere(lambda: FlopCounterMode(display=False))
-
-
-def graphs() -> int:
-    seen: list[Any] = []
-
-    def backend(module: Any, _: Any) -> Any:
-        seen.append(module)
-        return module.forward
-
-    # A code object of its own: Dynamo remembers for good which ones it has skipped.
-    def add(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    compiled = torch.compile(types.FunctionType(add.__code__.replace(), globals()), backend=backend)
-    for _ in range(2):
-        assert torch.equal(compiled(X), X + 1)
-    return len(seen)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +28,7 @@ def clean() -> Iterator[None]:
 def test_a_function_compiles_beside_another_threads_mode(patches: tuple[str, ...]) -> None:
     with applied(*patches), mode_elsewhere():
         assert dispatch.is_in_torch_dispatch_mode() is (not patches)
-        assert graphs() == (0 if not patches and RELEASE <= (2, 10) else 1)
+        assert compiled_graphs() == (0 if not patches and RELEASE <= (2, 10) else 1)
 
 
 @pytest.mark.parametrize("patches", [(), ("dispatch-mode",)])
@@ -63,7 +44,7 @@ def test_modes_that_overlap_leave_nothing(patches: tuple[str, ...]) -> None:
         leave_second.set()
         second.__exit__(None, None, None)
         assert dispatch.is_in_torch_dispatch_mode() is (not patches)
-        assert graphs() == (0 if not patches and RELEASE <= (2, 10) else 1)
+        assert compiled_graphs() == (0 if not patches and RELEASE <= (2, 10) else 1)
     assert not patches or not any(vars(dispatch)[name] for name in NAMES)
 
 
@@ -102,7 +83,7 @@ def test_what_blocks_have_left_before_the_installation_is_not_believed() -> None
     vars(dispatch).update(dict.fromkeys(NAMES, True))
     with applied("dispatch-mode"):
         assert not dispatch.is_in_torch_dispatch_mode()
-        assert graphs() == 1
+        assert compiled_graphs() == 1
         assert not Task(dispatch.is_in_torch_dispatch_mode).result()
     assert not any(vars(dispatch)[name] for name in NAMES)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fxsafe.observe import threads
-from fxsafe.patches.compile_lock import CONVERT_FRAME
+from fxsafe.traces import CONVERT_FRAME
 
 __all__ = ["WAIT_S", "under_compile_lock"]
 

@@ -33,10 +33,10 @@ from fxsafe.dynamo import frame_hider
 from fxsafe.edits import AttributeSwap, Edit
 from fxsafe.observe import events, threads
 from fxsafe.patches.base import Patch, Plan, ShapeError
+from fxsafe.traces import CONVERT_FRAME
 
 __all__ = ["PATCH", "CompileLock"]
 
-CONVERT_FRAME = "torch._dynamo.convert_frame"
 _NAME = "compile_lock"
 # A first compile with autotuning may take minutes; a wait that is longer than this deserves a line in the log.
 REPORT_AFTER_S = 300.0
@@ -84,7 +84,7 @@ class CompileLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As ``RLock.acquire``; a wait without a time limit that becomes long is reported to the log."""
         owned = self._lock._is_owned()
-        if traces.state.changing and not owned and blocking:
+        if blocking and not owned:
             traces.gate()
         try:
             if blocking and timeout == -1:
