@@ -26,6 +26,7 @@ from fxsafe.dflash.stress import load, runner
 from fxsafe.dflash.stress.command import plan_of
 from fxsafe.dflash.stress.plan import MODES, Plan, modes_of
 from fxsafe.dflash.stress.report import draw, summary, table
+from fxsafe.dflash.stress.start import run_start
 
 PLAN = Plan(
     threads=2,
@@ -151,14 +152,21 @@ def test_a_process_that_is_started_afresh() -> None:
     assert outcome["ok"] == outcome["tried"] == PLAN.steps
 
 
-def test_a_hang_is_noticed_from_outside_and_its_stacks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocked", [(), (signal.SIGUSR1,)])  # a mask is inherited from whoever started us
+def test_a_hang_is_noticed_from_outside_and_its_stacks_are_kept(
+    monkeypatch: pytest.MonkeyPatch, blocked: tuple[signal.Signals, ...]
+) -> None:
     def hangs_here(self: load.Drafter, *_: Any) -> None:
         if self.number == 1:
             threading.Event().wait()
         self.record.ok, self.record.done = 7, True
 
     monkeypatch.setattr(load.Drafter, "run", hangs_here)  # the forked child inherits it
-    outcome = runner.run_mode(dataclasses.replace(PLAN, stall_after=4.0), BY_NAME["plain"])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        outcome = runner.run_mode(dataclasses.replace(PLAN, stall_after=4.0), BY_NAME["plain"])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert (outcome["hung"], outcome["ok"], outcome["died"]) == (1, 7, [])
     assert "in hangs_here" in outcome["stacks"][0]
     assert outcome["steady_tokens_per_second"] is None
@@ -178,6 +186,21 @@ def test_of_a_process_that_writes_no_stacks_the_kernel_says_where_it_waits(
         runner._dump_and_kill(runner._Child(process.pid, process.stdout, log, []))
     assert process.returncode == -signal.SIGKILL
     assert re.search(rf"no stacks within 0.1 s[^\n]*\n.*\({process.pid}\), State:\t[A-Z] ", log.read_text())
+
+
+@pytest.mark.usefixtures("limit")
+def test_what_is_compiled_while_warming_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+
+    def warms(self: load.Drafter) -> None:
+        assert told.wait(60), "nobody was told anything during the warm-up: a long one would pass for a hang"
+
+    monkeypatch.setattr(load.Drafter, "warm", warms)
+    states: list[dict[str, Any]] = []
+    plan = dataclasses.replace(PLAN, threads=1, steps=1)
+    run_start(plan, BY_NAME["warmed"], [0], lambda state: (states.append(state), told.set())[0])
+    assert ("graphs" in states[0], states[0]["drafters"][0]["tried"]) == (True, 0)
+    assert (states[-1]["ended"], states[-1]["drafters"][0]["ok"]) == (True, 1)
 
 
 def test_a_start_that_fails_before_its_first_step_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

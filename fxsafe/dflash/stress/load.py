@@ -36,6 +36,7 @@ ROWS = 512  # of the vocabulary
 # On a busy machine the cold compiles alone may outlast the time: all drafters go on until the last has tried these, or
 # three times the time is over.
 LEAST_STEPS = 20
+BATCHES_OF_A_SHAPE = 4
 FLAG = "_is_fx_tracing_flag"
 
 
@@ -111,7 +112,8 @@ class Drafter:
         self._master = Master(self._replica.drafter.state_dict(), OptimSettings(), device)
         if mode.clear:
             self._replica.wrap_compiled(_clearing)
-        self.batches = _batches(plan, number)
+        # Made beforehand: the trainer has threads for that, and it is pure Python, which other drafters would wait for.
+        self._batches = list(itertools.islice(_batches(plan, number), plan.shapes * BATCHES_OF_A_SHAPE))
 
     def _noticing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which counts when Python runs it: Dynamo takes the branch for dead."""
@@ -141,7 +143,7 @@ class Drafter:
         record, plan = self.record, self._plan
         if self._target.device.type == "cuda":
             torch.cuda.set_device(self._target.device)
-        for number, batch in enumerate(self.batches):
+        for number, batch in enumerate(itertools.cycle(self._batches)):
             began, before = time.perf_counter(), self._ran_in_python
             if (began >= until and enough()) or (plan.steps and number >= plan.steps):
                 break
@@ -163,13 +165,12 @@ class Drafter:
                 record.warm_at = record.last_at
         record.done = True
 
-    def warm(self) -> Iterator[None]:
-        """Every shape once; yields behind each."""
+    def warm(self) -> None:
+        """Every shape once."""
         if self._target.device.type == "cuda":
             torch.cuda.set_device(self._target.device)
-        for batch in itertools.islice(_batches(self._plan, self.number), self._plan.shapes):
+        for batch in self._batches[: self._plan.shapes]:
             self.step(batch)
-            yield
 
 
 def _clearing(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -190,6 +190,7 @@ def _child(plan: Plan, mode: Mode, group: Sequence[int], caches: Path, writing: 
     os.dup2(stream.fileno(), 2)
     faulthandler.enable(stream)
     faulthandler.register(signal.SIGUSR1, stream, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # a blocked one is inherited from whoever started us
 
     def tell(state: dict[str, Any]) -> None:
         os.write(writing, json.dumps(state).encode() + b"\n")

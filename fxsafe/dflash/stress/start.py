@@ -7,6 +7,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -46,9 +47,12 @@ def run_start(plan: Plan, mode: Mode, numbers: Sequence[int], tell: Callable[[di
         if plan.record is not None and mode.name == "fxsafe":
             stack.enter_context(fxsafe.record(plan.record))
         if mode.warm:
-            for drafter in drafters:
-                for _ in drafter.warm():
-                    tell(_state(drafters, time.perf_counter()))
+            with ThreadPoolExecutor(1) as one:
+                began = time.perf_counter()
+                warming = one.submit(lambda: [drafter.warm() for drafter in drafters])
+                while wait([warming], _BEAT_S).not_done:
+                    tell(_state(drafters, began))
+                warming.result()
         began = time.perf_counter()
 
         def enough() -> bool:
