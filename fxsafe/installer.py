@@ -392,7 +392,7 @@ def _warn(message: str, about: str | None = None) -> None:
 
 
 # Between a line of the user's and a warning: ourselves, and what calls us when a module is imported.
-_MACHINERY = frozenset({"fxsafe", "wrapt", "importlib"})
+_MACHINERY = frozenset({"fxsafe", "importlib"})
 
 
 def _stacklevel() -> int:

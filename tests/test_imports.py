@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import textwrap
 
 import pytest
 from support import FLAG_IS_GLOBAL, program, python
@@ -10,11 +11,11 @@ from support import FLAG_IS_GLOBAL, program, python
 TRACING_FLAG = "active" if FLAG_IS_GLOBAL else "not-needed"
 
 
-def test_importing_fxsafe_imports_neither_torch_nor_wrapt():
+def test_importing_fxsafe_imports_nothing_heavy():
     assert program(
         """
         import sys, fxsafe
-        print(sorted({m.partition(".")[0] for m in sys.modules} & {"torch", "wrapt", "packaging", "numpy"}))
+        print(sorted({m.partition(".")[0] for m in sys.modules} & {"torch", "packaging", "numpy"}))
         print("install" in dir(fxsafe), fxsafe.__version__)
         """
     ).splitlines() == ["[]", "True 0.1.0"]
@@ -120,6 +121,90 @@ fxsafe.uninstall()
         "1.0 unsupported failed when its module was imported: ZeroDivisionError('a bug of ours')"
     )
     assert "fxsafe: left out" in done.stderr
+
+
+def test_waiting_for_a_module_does_not_hang_threads_that_import_its_package_and_it(tmp_path):
+    package = tmp_path / "family"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        textwrap.dedent(
+            """
+            import importlib, family_events
+            family_events.begun.set()
+            assert family_events.asked.wait(30)
+            for number in range(200):  # each takes the import lock, inside which the other thread looks for the child
+                try:
+                    importlib.import_module(f"family.missing_{number}")
+                except ImportError:
+                    pass
+            """
+        )
+    )
+    (package / "child.py").write_text("value = 1\n")
+    (tmp_path / "family_events.py").write_text(
+        "import threading\nbegun, asked = threading.Event(), threading.Event()\n"
+    )
+    out = program(
+        f"""
+        import faulthandler, sys, threading
+        faulthandler.dump_traceback_later(30, exit=True)
+        sys.path.insert(0, {str(tmp_path)!r})
+        import family_events
+        from fxsafe import imports
+
+        told = []
+        imports.expect(["family.child"], lambda: told.append(threading.current_thread().name))
+
+        class Watching:
+            def find_spec(self, name, path=None, target=None):
+                if name == "family.child":
+                    family_events.asked.set()
+
+        sys.meta_path.insert(0, Watching())
+
+        def child():
+            assert family_events.begun.wait(30)
+            import family.child
+
+        threads = [threading.Thread(target=f, name=f.__name__) for f in (lambda: __import__("family"), child)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        import family.child
+        loader = family.child.__loader__
+        print(told, family.child.value, imports.ready("family.child") is family.child)
+        print(type(loader).__name__, family.child.__spec__.loader is loader)
+        """
+    )
+    assert out.splitlines() == ["['child'] 1 True", "SourceFileLoader True"]
+
+
+@pytest.mark.parametrize("place", [0, 1])  # before ours, behind it
+def test_another_librarys_finder_may_ask_all_finders_again(tmp_path, place):
+    (tmp_path / "expected_once.py").touch()
+    out = program(
+        f"""
+        import importlib.util, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from fxsafe import imports
+
+        told, asking = [], []
+        imports.expect(["expected_once"], lambda: told.append(1))
+
+        class Again:
+            def find_spec(self, name, path=None, target=None):
+                if name == "expected_once" and not asking:
+                    asking.append(name)
+                    return importlib.util.find_spec(name)
+
+        sys.meta_path.insert({place}, Again())
+        import expected_once
+        print(told, type(expected_once.__spec__.loader).__name__)
+        del sys.modules["expected_once"]
+        import expected_once
+        print(told)
+        """
+    )
+    assert out.splitlines() == ["[1] SourceFileLoader", "[1]"]
 
 
 def test_a_thread_may_install_while_another_imports_torch():
