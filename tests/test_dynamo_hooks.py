@@ -6,13 +6,14 @@ import contextlib
 import inspect
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.utils as dynamo_utils
 from locks_support import applied
-from support import FLAG_IS_GLOBAL, trace_elsewhere
+from support import FLAG_IS_GLOBAL, SOON_S, trace_elsewhere
 from torch import nn
 
 from fxsafe.patches._slots import places
@@ -169,4 +170,23 @@ def test_no_place_is_patched_while_dynamo_writes_and_tries_its_guards(monkeypatc
         assert torch.equal(torch.compile(calls_what_traces_replace, backend="eager")(X), calls_what_traces_replace(X))
     assert owned == [True]
     assert not places.lock._is_owned()
+    torch._dynamo.reset()
+
+
+FILTERS = "guard_filter_fn" in inspect.signature(torch._dynamo.guards.CheckFunctionManager).parameters
+
+
+@pytest.mark.skipif(not FILTERS, reason="this torch has no guard filter")
+def test_a_guard_filter_may_wait_for_a_thread_that_traces() -> None:
+    nodes = []
+
+    def everything(guards: Any) -> list[bool]:
+        with ThreadPoolExecutor(1) as pool:
+            nodes.append(len(pool.submit(torch.fx.symbolic_trace, Model()).result(SOON_S).graph.nodes))
+        return [True for _ in guards]
+
+    with applied("module-hooks", "dynamo-hooks"):
+        compiled = torch.compile(calls_what_traces_replace, backend="eager", options={"guard_filter_fn": everything})
+        assert torch.equal(compiled(X), calls_what_traces_replace(X))
+    assert nodes == [5]
     torch._dynamo.reset()

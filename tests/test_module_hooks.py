@@ -21,6 +21,7 @@ from hook_faults import FAULTS, Stop, Thread, free, held, hooks, leaf, nodes
 from support import python
 from torch import nn
 
+import fxsafe
 from fxsafe.patches import module_hooks
 from fxsafe.patches._slots import MISSING, Places, _Slot, is_dispatcher, original_of, places
 from fxsafe.patches.base import ShapeError
@@ -324,6 +325,59 @@ def test_an_interrupt_in_the_middle_of_patching_leaves_nothing(time, fresh):
             assert len(places) == 0
             assert not places.lock._is_owned()
     assert interrupted >= 15
+
+
+def test_a_compile_inside_a_compile_inside_a_trace_puts_the_hooks_in_once():
+    inner = torch.compile(lambda x: x + 1, backend="eager")
+    within = []
+
+    def backend(module, _):
+        assert torch.equal(inner(torch.ones(2)), torch.full((2,), 2.0))
+        within.append((inspect.getattr_static(nn.Module, "__call__"), math.sqrt))
+        return module.forward
+
+    outer = torch.compile(lambda x: x * 2, backend=backend)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.lin(x) + outer(torch.ones(2))
+
+    before, there = held(), (inspect.getattr_static(nn.Module, "__call__"), math.sqrt)
+    with fxsafe.install("always-false"):
+        graph = torch.fx.symbolic_trace(Net()).graph
+        assert held() == before
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).shape == (1, 2)
+    assert [node.name for node in graph.nodes] == ["x", "lin", "_tensor_constant0", "add", "output"]
+    assert within == [there]  # the rest of the outer compile sees none of the trace's hooks
+    assert held() == before
+    torch._dynamo.reset()
+
+
+def test_what_is_put_back_twice_takes_nothing_from_another_threads_trace():
+    stop = Stop()
+
+    class Net(nn.Module):
+        def forward(self, x):
+            stop()
+            return x * math.sqrt(x.shape[0])
+
+    with hooks():
+        right = nodes(torch.fx.symbolic_trace(hook_faults.Net(free())).graph)
+        tracing = Thread(lambda: nodes(torch.fx.symbolic_trace(Net()).graph))
+        stop.arrived()
+        with st._new_patcher() as patcher:
+            st._autowrap_check(patcher, vars(math), {id(original_of(math.sqrt))})
+            assert [record.fn_name for record in patcher.patches_made] == ["sqrt"]
+            patcher.revert_all_patches()
+            patcher.revert_all_patches()
+        stop.go()
+        traced = tracing.result()
+        assert nodes(torch.fx.symbolic_trace(hook_faults.Net(free())).graph) == right
+    assert [node[1] for node in traced] == ["x", "getattr_1", "getitem", "sqrt", "mul", "output"]
 
 
 def test_a_patcher_may_be_left_in_another_thread():

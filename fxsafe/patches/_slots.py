@@ -266,6 +266,13 @@ class Places:
                 slot.push(ident, new)
             _store(owner, name, slot.dispatcher)
 
+    def put_again(self, owner: Any, name: str, new: Any, fallback: Any) -> None:
+        """As ``put``, and nothing if the calling thread has ``new`` in the place already."""
+        with self.lock:
+            stacks = [slot.stacks.get(get_ident(), ()) for slot in self._slots.get((id(owner), name), ())]
+            if not any(there is new for stack in stacks for there in stack):
+                self.put(owner, name, new, fallback)
+
     def take(self, owner: Any, name: str, new: Any) -> bool:
         """Undo one ``put`` of ``new``, also one that was interrupted half-way.
 
@@ -304,6 +311,15 @@ class Places:
             finally:
                 for slot in shown:
                     self._hide(slot)
+
+    @contextmanager
+    def changing_again(self) -> Iterator[None]:
+        """Inside ``standing``: others may patch and put back while the block runs. For code that may wait for them."""
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self.lock.acquire()
 
     def _hide(self, slot: _Slot) -> None:
         if not slot.live and self.holds(slot.owner, slot.name, slot.dispatcher):

@@ -102,6 +102,24 @@ def _edits(module: ModuleType) -> Iterator[Edit]:
                 yield CodeSwap(where, function, code)
 
 
+class _Filter:
+    """The user's ``guard_filter_fn``, which may wait for a thread that traces: called without the lock of the places.
+
+    torch builds the guards a first time for the filter's sake and once more behind it, so that they may change there.
+    """
+
+    __slots__ = ("building", "chosen")
+
+    def __init__(self, chosen: Any) -> None:
+        self.chosen, self.building = chosen, True
+
+    def __call__(self, entries: Any) -> Any:
+        if not self.building:  # torch has kept it
+            return self.chosen(entries)
+        with places.changing_again():
+            return self.chosen(entries)
+
+
 def _guards_edit(guards: ModuleType) -> tuple[Edit, Any]:
     where = f"{_GUARDS}.CheckFunctionManager.__init__"
     manager = vars(guards).get("CheckFunctionManager")
@@ -114,10 +132,19 @@ def _guards_edit(guards: ModuleType) -> tuple[Edit, Any]:
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        graph = signature.bind(self, *args, **kwargs).arguments.get("output_graph")
+        given = signature.bind(self, *args, **kwargs)
+        graph = given.arguments.get("output_graph")
         guarded = (guard.name for guard in getattr(graph, "guards", None) or ())
         with places.standing([name for name in guarded if "_torchdynamo_inline" in name]):
-            original(self, *args, **kwargs)
+            chosen = given.arguments.get("guard_filter_fn")
+            if chosen is None:
+                original(self, *args, **kwargs)
+                return
+            filter_fn = given.arguments["guard_filter_fn"] = _Filter(chosen)
+            try:
+                original(*given.args, **given.kwargs)
+            finally:
+                filter_fn.building = False
 
     return AttributeSwap(where, manager, "__init__", init), init
 
@@ -130,7 +157,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     if not any(edit.target.startswith(f"{_UTILS}.") for edit in edits):
         raise ShapeError(f"{_UTILS} compares with no __getattr__ of torch.nn.Module")
     guards_edit, init = _guards_edit(modules[_GUARDS])
-    frame_hider()(_Comparison.same, type(places).seen_value, init)
+    frame_hider()(_Comparison.same, type(places).seen_value, init, _Filter.__call__)
     return Plan([*edits, guards_edit])
 
 

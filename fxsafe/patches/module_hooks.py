@@ -47,6 +47,11 @@ _FX = "torch.fx._symbolic_trace"
 
 class _Current(threading.local):
     patcher: Any = None
+    reverted: Any = None
+    """the patcher whose patches a compile of this thread has put back for its time"""
+
+    def __init__(self) -> None:
+        self.records: dict[tuple[object, str], Any] = {}
 
 
 _current = _Current()
@@ -74,14 +79,18 @@ def _new_patcher() -> Iterator[Any]:
 
 def _maybe_revert_all_patches() -> Iterator[None]:
     current: Any = "<current>"
-    patcher = current.patcher
+    patcher, outer = current.patcher, current.reverted
+    if patcher is outer:
+        patcher = None  # a compile inside the compile: the outer one puts them in again, at its end
     patches_made = patches_removed = None
     try:
         if patcher is not None:
+            current.reverted = patcher
             patches_removed = patcher.revert_all_patches()
         yield
     finally:
         if patcher is not None:
+            current.reverted = outer
             patches_made = patcher.reapply_all_patches()
         if patches_made != patches_removed:
             raise AssertionError("CURRENT_PATCHER was changed during a revert_all_patches")
@@ -117,11 +126,12 @@ def _wrapping(fx: Any) -> dict[FunctionType, Callable[..., Any]]:
         for cls, name in list(fx._wrapped_methods_to_patch):
             patcher.patch_method(cls, name, fx._create_wrapped_method(cls, name))
 
-    # Every trace wraps the fifty functions of math: their wrappers and records, alike in each trace, are kept.
-    kept: dict[tuple[object, str], Any] = {}
+    # Every trace wraps the fifty functions of math: their wrappers and records, alike in each trace, are kept. For each
+    # thread its own, since a replacement is found by identity when it is taken away.
 
     def autowrap_check(patcher: Any, frame_dict: Any, function_ids: Any) -> None:
         if patcher.visit_once(frame_dict):
+            kept = _current.records
             create, is_math, made = fx._create_wrapped_func, frame_dict is vars(math), patcher.patches_made
             for name, value in places.snapshot(frame_dict).items():
                 if id(value) in function_ids and not name.startswith("_") and callable(value):
@@ -184,7 +194,7 @@ def _patcher_methods(fx: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _put_record(self: Any) -> None:
-    places.put(self.frame_dict, self.fn_name, self.new_fn, self.orig_fn)
+    places.put_again(self.frame_dict, self.fn_name, self.new_fn, self.orig_fn)
 
 
 def _take_record_or(revert: FunctionType) -> Callable[..., Any]:
