@@ -92,9 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if not program:
             parser.exit(2, f"{command}: name a script, or a module with -m (see {command} --help)\n")
-        patches = None if options.patches is None else [p for p in options.patches.split(",") if p]
         # None leaves the decision to FXSAFE_STRICT.
-        fxsafe.install(options.fix, patches=patches, strict=options.strict or None, stall_after=options.stall_after)
+        strict = options.strict or None
+        fxsafe.install(options.fix, patches=options.patches, strict=strict, stall_after=options.stall_after)
         if options.record is not None:
             fxsafe.record(options.record).start()  # written when the interpreter ends, behind the last thread
         if not options.no_inherit:
@@ -168,7 +168,9 @@ def _parser() -> argparse.ArgumentParser:
         "fxsafe run [--fix FIX] [--patches A,B] [--strict] [--no-inherit] [--record FILE] [--stall-after S] "
         "(SCRIPT | -m MODULE) [ARGUMENT ...]",
     )
-    run.add_argument("--patches", metavar="A,B", help="only these patches; default: all that go with the fix")
+    run.add_argument(
+        "--patches", type=_patches, metavar="A,B", help="only these patches; default: all that go with the fix"
+    )
     run.add_argument("--no-inherit", action="store_true", help="threads begin with torch's own settings")
     run.add_argument("--record", metavar="FILE", help="write a timeline of the threads for Perfetto")
     run.add_argument(
@@ -186,6 +188,16 @@ def _parser() -> argparse.ArgumentParser:
     for command in (info, doctor):
         command.add_argument("--json", action="store_true", help="print JSON for programs")
     return parser
+
+
+def _patches(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        # A shell variable that is not set, most likely; the program would run unprotected and nobody would know.
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no patch; leave --patches out for all of them, or set FXSAFE_DISABLE=1 for none"
+        )
+    return names
 
 
 def _positive(text: str) -> float:

@@ -244,7 +244,7 @@ def install(
     Args:
         fix: "thread-local": the tracing flag belongs to the thread, as in torch 2.14. "always-false": a compiled
             call is never refused because of FX tracing, not even inside one's own trace.
-        patches: names of the patches to apply; None for all that go with ``fix``.
+        patches: names of the patches to apply, none if empty; None for all that go with ``fix``.
         strict: raise where a patch would be left out or is untested on this torch, instead of warning. None reads
             the environment variable ``FXSAFE_STRICT``. What is left out when a module of torch is imported later is
             warned about only: the import must not fail by it.

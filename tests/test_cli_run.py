@@ -390,6 +390,8 @@ def test_our_options_stand_before_the_program(words: list[str], tmp_path: Path) 
         ["run", "--fix"],
         ["run", "--fix", "nonsense", "script.py"],
         ["run", "--patches", "nonsense", "script.py"],
+        ["run", "--patches", "", "script.py"],
+        ["run", "--patches= , ", "script.py"],
         ["run", "--nonsense", "script.py"],
         ["nonsense"],
     ],
@@ -401,6 +403,19 @@ def test_a_mistake_is_one_line_and_status_2(words: list[str], tmp_path: Path) ->
     assert outcome.out == ""
     assert outcome.err.startswith("fxsafe")
     assert outcome.err.count("\n") == 1
+
+
+def test_patches_are_named_with_or_without_spaces(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import fxsafe\nprint([r['name'] for r in fxsafe.info() if r['status'] != 'disabled'])"
+    )
+    outcome = execute(["-m", "fxsafe", "run", "--patches", " tracing-flag, module-hooks ,", "script.py"], tmp_path)
+    assert outcome == Outcome(0, "['tracing-flag', 'module-hooks']\n", "")
+
+
+def test_patches_that_name_none_say_what_to_do(tmp_path: Path) -> None:
+    outcome = execute(["-m", "fxsafe", "run", "--patches", "", "script.py"], tmp_path)
+    assert "'' names no patch; leave --patches out" in outcome.err
 
 
 def test_help_says_that_spawned_children_do_not_inherit(tmp_path: Path) -> None:

@@ -673,3 +673,10 @@ def test_another_installation_keeps_no_code_more() -> None:
         with fxsafe.install():
             pass
     assert len(edits._codes) == before
+
+
+@pytest.mark.parametrize("none", [[], ()])
+def test_an_empty_choice_of_patches_applies_none(none):
+    with fxsafe.install(patches=none):
+        assert {r["status"] for r in fxsafe.info()} == {"disabled"}
+        assert [r["reason"] for r in fxsafe.info() if r["name"] == "module-hooks"] == ["not among install(patches=[])"]
