@@ -631,7 +631,7 @@ def info() -> list[PatchInfo]:
                     name=patch.name,
                     status=verdict.status,
                     fix=own_fix or (request.fix if request is not None else None),
-                    target=", ".join(targets),
+                    target=", ".join(dict.fromkeys(targets)),  # one place may have two edits
                     reason=verdict.reason,
                     upstream=" ".join(patch.upstream),
                     torch=_torch_version(),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import inspect
 import os
+import re
 import signal
 import threading
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.fx._symbolic_trace as st
 from places import changed_places
-from support import FLAG_IS_GLOBAL, Task, program, python, trace_elsewhere
+from support import FLAG_IS_GLOBAL, RELEASE, Task, program, python, trace_elsewhere
 from torch import nn
 
 import fxsafe
@@ -165,6 +167,25 @@ def test_info_has_a_complete_record_for_every_patch_at_any_time():
             assert record["reason"] or record["status"] == "active"
         if install is not None:
             fxsafe.uninstall()
+
+
+def test_a_place_with_two_edits_is_named_once():
+    with fxsafe.install():
+        for record in fxsafe.info():
+            targets = record["target"].split(", ")
+            assert len(set(targets)) == len(targets), record["name"]
+
+
+def test_a_reason_that_names_a_release_is_true_of_this_one():
+    for module in (name for patch in CATALOGUE for name in patch.modules):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    with fxsafe.install():
+        reasons = {r["name"]: r["reason"] for r in fxsafe.info() if r["status"] == "not-needed"}
+    for name, reason in reasons.items():
+        for word, release in re.findall(r"(before|since) (\d+\.\d+)", reason):
+            number = tuple(map(int, release.split(".")))
+            assert (number > RELEASE) if word == "before" else (number <= RELEASE), f"{name}: {reason}"
 
 
 def test_thread_local_is_not_needed_where_upstream_has_it():

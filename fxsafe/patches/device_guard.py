@@ -61,7 +61,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
     extension: Any = modules["torch"]._C
     original = vars(extension).get(_NAME)
     if original is None:
-        return NotNeeded("torch does it since 2.10")
+        return NotNeeded("torch does not replace the guard before 2.10")
     if not callable(original) or hasattr(original, "__code__"):
         raise ShapeError(f"torch._C.{_NAME} is not torch's own")
     replacement = once(original)

@@ -53,7 +53,7 @@ def _wrap(original: FunctionType) -> Callable[[], None]:
 
 def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
     if importlib.util.find_spec(_CALLER) is None:
-        return NotNeeded("a strict export resets Dynamo since 2.10 only")
+        return NotNeeded("a strict export does not reset Dynamo before 2.10")
     function = own_function(modules[DYNAMO], "reset")
     if not {"compile_lock", "reset_code_caches"} <= set(function.__code__.co_names):
         raise ShapeError(f"{DYNAMO}.reset no longer clears the caches of code under the compile lock")

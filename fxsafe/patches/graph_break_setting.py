@@ -31,7 +31,7 @@ _USERS = frozenset({"_get_error_on_graph_break", "_set_error_on_graph_break"})
 def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
     utils = modules[UTILS]
     if not {_NAME, *_USERS} & vars(utils).keys():
-        return NotNeeded("torch has had this setting since 2.9")
+        return NotNeeded("torch has no such setting before 2.9")
     frame_hider()(ThreadGlobals.__init__)
     state = kept_state(utils, {_NAME}, lambda: ThreadGlobals({_NAME: bool}))
     return Plan(isolate(utils, state, frozenset({_NAME}), _USERS, by_attribute=False))

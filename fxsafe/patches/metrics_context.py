@@ -40,8 +40,10 @@ def _another(context: Any) -> Callable[[], Any]:
 def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
     utils = modules[UTILS]
     present = {name: user for name, user in _USERS.items() if name in vars(utils)}
+    if not present and not hasattr(utils, "get_metrics_context"):
+        return NotNeeded("Dynamo has no such context before 2.6")
     if not present:
-        return NotNeeded("torch has had such a context since 2.6, and one for each thread since 2.11")
+        return NotNeeded("torch keeps one for each thread since 2.11")
     frame_hider()(ThreadGlobals.__init__)
     initial = {name: _another(vars(utils)[name]) for name in present}
     state = kept_state(utils, present, lambda: ThreadGlobals(initial))

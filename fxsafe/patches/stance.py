@@ -254,7 +254,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
     if _STANCE not in vars(eval_frame):
         if "set_stance" in vars(decorators):
             raise ShapeError(f"{EVAL_FRAME} has no global {_STANCE}")
-        return NotNeeded("torch has had stances since 2.6")
+        return NotNeeded("torch has no stances before 2.6")
     process = vars(eval_frame)[_STANCE]
     if type(process).__name__ != "DynamoStance" or not all(hasattr(process, n) for n in _FIELDS):
         raise ShapeError(f"{EVAL_FRAME}.{_STANCE} is a {type(process).__qualname__}")
