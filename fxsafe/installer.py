@@ -199,13 +199,24 @@ def _names(where: str, names: Iterable[str]) -> tuple[str, ...]:
     except TypeError:
         raise FxsafeError(f"{where} takes a list of patch names, not {names!r}") from None
     if unknown := [n for n in names if n not in known]:
-        raise FxsafeError(f"{where} names unknown patches {unknown}; known: {', '.join(known)}")
+        what = "the unknown patch" if len(unknown) == 1 else "the unknown patches"
+        said = ", ".join(map(repr, unknown))
+        raise FxsafeError(f"{where} names {what} {said}; {_meant(unknown, known)}known: {', '.join(known)}")
     return tuple(n for n in known if n in names)  # in one order, whoever wrote them down
+
+
+def _meant(unknown: Iterable[object], known: Iterable[str]) -> str:
+    """The question what was meant, to stand before the list of what is known; empty if nothing is close."""
+    import difflib
+
+    known = list(known)
+    close = [name for u in unknown for name in difflib.get_close_matches(str(u).lower(), known, n=1)]
+    return f"did you mean {', '.join(map(repr, dict.fromkeys(close)))}? " if close else ""
 
 
 def _make_request(fix: str, patches: Iterable[str] | None, strict: bool | None) -> _Request:
     if fix not in FIXES:
-        raise FxsafeError(f"fix={fix!r} is unknown; it is one of {', '.join(map(repr, FIXES))}")
+        raise FxsafeError(f"fix={fix!r} is unknown; {_meant([fix], FIXES)}known: {', '.join(map(repr, FIXES))}")
     chosen = None if patches is None else _names("install(patches=...)", patches)
     env = os.environ.get("FXSAFE_DISABLE", "").strip()
     off: tuple[str, ...] = ()

@@ -118,8 +118,11 @@ def test_another_fix_or_other_patches_are_refused_and_both_are_named():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"fix": "thread_local"}, "'thread-local', 'always-false'"),
-        ({"patches": ["tracing-flags"]}, r"unknown patches \['tracing-flags'\]; known: tracing-flag"),
+        ({"fix": "alway-false"}, "; did you mean 'always-false'[?] known: 'thread-local', 'always-false'$"),
+        ({"fix": None}, "; known: 'thread-local', 'always-false'$"),
+        ({"patches": ["Tracing_Flag"]}, "patch 'Tracing_Flag'; did you mean 'tracing-flag'[?] known: tracing-flag, "),
+        ({"patches": ["make_fx", 1, "exprt"]}, "'make_fx', 1, 'exprt'; did you mean 'make-fx', 'export'[?] known: "),
+        ({"patches": ["nonsense"]}, "names the unknown patch 'nonsense'; known: tracing-flag, "),
         ({"patches": "tracing-flag"}, "not the string"),
         ({"patches": 1}, "takes a list of patch names, not 1"),
         ({"patches": ["guard-override"]}, "goes with fix='always-false'"),
@@ -144,7 +147,7 @@ def test_fxsafe_disable_turns_patches_off_by_name_or_altogether(monkeypatch):
         assert {status for status, _ in _status().values()} == {"disabled"}
         assert changed_places() == []
     monkeypatch.setenv("FXSAFE_DISABLE", "gard-override")
-    with pytest.raises(fxsafe.FxsafeError, match=r"FXSAFE_DISABLE names unknown patches \['gard-override'\]"):
+    with pytest.raises(fxsafe.FxsafeError, match=r"FXSAFE_DISABLE names .*'gard-override'; did you mean 'guard-"):
         fxsafe.install(FIX)
     monkeypatch.setenv("FXSAFE_DISABLE", "0")
     with fxsafe.install(FIX):
