@@ -49,7 +49,7 @@ def run_start(plan: Plan, mode: Mode, numbers: Sequence[int], tell: Callable[[di
         if mode.warm:
             with ThreadPoolExecutor(1) as one:
                 began = time.perf_counter()
-                warming = one.submit(lambda: [drafter.warm() for drafter in drafters])
+                warming = one.submit(_warm, drafters)
                 while wait([warming], _BEAT_S).not_done:
                     tell(_state(drafters, began))
                 warming.result()
@@ -77,6 +77,11 @@ def run_start(plan: Plan, mode: Mode, numbers: Sequence[int], tell: Callable[[di
     last |= _speeds([d.record for d in drafters], began)
     last |= {"ended": True, "residue": residue(originals), "counters": counters, **_memory(plan)}
     tell(last)
+
+
+def _warm(drafters: Sequence[Drafter]) -> None:
+    for drafter in drafters:
+        drafter.warm()
 
 
 def _state(drafters: Sequence[Drafter], began: float) -> dict[str, Any]:
