@@ -7,15 +7,27 @@ TYPE_CHECKING = False  # typing itself would be most of the time that this impor
 if TYPE_CHECKING:
     from fxsafe import settings
     from fxsafe.errors import FxsafeError, FxsafeWarning, UnsupportedTorchError
-    from fxsafe.installer import Installation, PatchInfo, info, install, installed, is_installed, uninstall
+    from fxsafe.installer import (
+        Fix,
+        Installation,
+        PatchInfo,
+        Status,
+        info,
+        install,
+        installed,
+        is_installed,
+        uninstall,
+    )
     from fxsafe.observe.recorder import Recording, record
 
 __all__ = [
+    "Fix",
     "FxsafeError",
     "FxsafeWarning",
     "Installation",
     "PatchInfo",
     "Recording",
+    "Status",
     "UnsupportedTorchError",
     "info",
     "install",

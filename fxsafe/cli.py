@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import fxsafe
-from fxsafe import FxsafeError
+from fxsafe import Fix, FxsafeError
 
 __all__ = ["main"]
 
@@ -240,7 +240,7 @@ def _split_run(words: list[str]) -> tuple[list[str], list[str]]:
     return words, []
 
 
-def _info(fix: str, as_json: bool, verbose: bool) -> int:
+def _info(fix: Fix, as_json: bool, verbose: bool) -> int:
     fxsafe.install(fix)
     if importlib.util.find_spec("torch") is None:
         raise FxsafeError(f"torch is not installed for {sys.executable}")

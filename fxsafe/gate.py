@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import ModuleType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
 
-__all__ = ["NEWEST", "OLDEST", "Verdict", "ask", "predates", "release_doubt"]
+__all__ = ["NEWEST", "OLDEST", "Status", "Verdict", "ask", "predates", "release_doubt"]
 
 OLDEST = (2, 5)
 NEWEST = (2, 15)
+
+# What ``info()`` says of a patch; the gate itself never says "waiting" or "disabled".
+Status = Literal["active", "not-needed", "waiting", "unsupported", "disabled"]
 
 
 class Verdict(NamedTuple):
@@ -29,7 +32,7 @@ class Verdict(NamedTuple):
         doubt: whether strict mode refuses and the user is warned.
     """
 
-    status: str
+    status: Status
     reason: str
     plan: Plan | None = None
     doubt: bool = False

@@ -17,16 +17,18 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 from fxsafe import imports, thread_globals, traces
 from fxsafe.edits import Edit
 from fxsafe.errors import FxsafeError, FxsafeWarning, UnsupportedTorchError
-from fxsafe.gate import Verdict, ask, predates, release_doubt
+from fxsafe.gate import Status, Verdict, ask, predates, release_doubt
 from fxsafe.observe import events, watchdog
 from fxsafe.patches import CATALOGUE, FIXES
-from fxsafe.patches.base import Patch, Plan, ShapeError
+from fxsafe.patches.base import Fix, Patch, Plan, ShapeError
 
 __all__ = [
+    "Fix",
     "FxsafeError",
     "FxsafeWarning",
     "Installation",
     "PatchInfo",
+    "Status",
     "UnsupportedTorchError",
     "info",
     "install",
@@ -63,8 +65,8 @@ class PatchInfo(TypedDict):
     """
 
     name: str
-    status: str
-    fix: str | None
+    status: Status
+    fix: Fix | None
     target: str
     reason: str
     upstream: str
@@ -73,7 +75,7 @@ class PatchInfo(TypedDict):
 
 
 class _Request(NamedTuple):
-    fix: str
+    fix: Fix
     patches: tuple[str, ...] | None  # None: all that go with the fix
     strict: bool
     disabled: dict[str, str]  # name -> who disabled it
@@ -107,7 +109,7 @@ _warned: set[str] = set()
 class Installation:
     """One counted installation; ``install`` makes it. As a context manager it is undone at the end of the block."""
 
-    def __init__(self, fix: str, stall_after: float | None = None) -> None:
+    def __init__(self, fix: Fix, stall_after: float | None = None) -> None:
         self.fix = fix
         self.stall_after = stall_after
         self.origin = _origin()
@@ -214,7 +216,7 @@ def _meant(unknown: Iterable[object], known: Iterable[str]) -> str:
     return f"did you mean {', '.join(map(repr, dict.fromkeys(close)))}? " if close else ""
 
 
-def _make_request(fix: str, patches: Iterable[str] | None, strict: bool | None) -> _Request:
+def _make_request(fix: Fix, patches: Iterable[str] | None, strict: bool | None) -> _Request:
     if fix not in FIXES:
         raise FxsafeError(f"fix={fix!r} is unknown; {_meant([fix], FIXES)}known: {', '.join(map(repr, FIXES))}")
     chosen = None if patches is None else _names("install(patches=...)", patches)
@@ -241,7 +243,7 @@ def _make_request(fix: str, patches: Iterable[str] | None, strict: bool | None) 
 
 
 def install(
-    fix: str = "thread-local",
+    fix: Fix = "thread-local",
     *,
     patches: Iterable[str] | None = None,
     strict: bool | None = None,
@@ -338,7 +340,11 @@ def _refuse_by_metadata() -> None:
 def _join(request: _Request) -> None:
     there = _state.request
     assert there is not None
-    for what, old, new in (("fix", there.fix, request.fix), ("patches", there.patches, request.patches)):
+    pairs: tuple[tuple[str, object, object], ...] = (
+        ("fix", there.fix, request.fix),
+        ("patches", there.patches, request.patches),
+    )
+    for what, old, new in pairs:
         if old != new:
             if what == "patches":
                 old, new = (names if names is not None else "all that go with the fix" for names in (old, new))
@@ -560,7 +566,7 @@ class installed:
 
     def __init__(
         self,
-        fix: str = "thread-local",
+        fix: Fix = "thread-local",
         *,
         patches: Iterable[str] | None = None,
         strict: bool | None = None,

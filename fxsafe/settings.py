@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from functools import wraps
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["Everywhere", "carried", "everywhere", "inherit", "inherited"]
 
@@ -39,6 +39,7 @@ _CACHES = {
     "_get_dict_dirty_keys_var": None,
     "_get_dict_cache_var": None,
 }
+_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _lock = threading.RLock()
@@ -204,7 +205,7 @@ def _own_settings() -> list[tuple[Any, Any]]:
     return own
 
 
-def carried(function: Callable[..., _R]) -> Callable[..., _R]:
+def carried(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """``function``, to be called in another thread with the settings that the calling thread has now.
 
     For ``executor.submit(settings.carried(work), ...)`` and ``Thread(target=settings.carried(work))``. The other
@@ -213,7 +214,7 @@ def carried(function: Callable[..., _R]) -> Callable[..., _R]:
     own = _own_settings()
 
     @wraps(function)
-    def with_settings(*args: Any, **kwargs: Any) -> _R:
+    def with_settings(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         tokens = [(variable, variable.set(value)) for variable, value in own]
         _forget_caches()
         try:

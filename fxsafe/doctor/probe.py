@@ -11,14 +11,14 @@ import importlib
 import json
 import sys
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import fxsafe
-from fxsafe import FxsafeError
+from fxsafe import Fix, FxsafeError
 from fxsafe.patches import CATALOGUE
 
 
-def probe(fix: str) -> dict[str, Any]:
+def probe(fix: Fix) -> dict[str, Any]:
     """Install, import, and report.
 
     Returns:
@@ -47,7 +47,7 @@ def probe(fix: str) -> dict[str, Any]:
 
 def main() -> int:
     try:
-        record = probe(sys.argv[1])
+        record = probe(cast("Fix", sys.argv[1]))  # install() looks whether it is one
     except FxsafeError as error:
         print("RESULT " + json.dumps({"bug": None, "why": str(error)}))
         return 2

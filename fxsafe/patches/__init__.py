@@ -1,5 +1,7 @@
 """The catalogue of patches, one module each, in the order in which they are applied."""
 
+from typing import get_args
+
 from fxsafe.patches import (
     checkpoint_flag,
     compile_lock,
@@ -27,11 +29,11 @@ from fxsafe.patches import (
     traceback_meta,
     tracing_flag,
 )
-from fxsafe.patches.base import Patch
+from fxsafe.patches.base import Fix, Patch
 
 __all__ = ["CATALOGUE", "FIXES"]
 
-FIXES = ("thread-local", "always-false")
+FIXES: tuple[Fix, ...] = get_args(Fix)
 
 CATALOGUE: tuple[Patch, ...] = (
     tracing_flag.PATCH,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fxsafe.edits import Edit
 from fxsafe.shapes import ShapeError
 
-__all__ = ["NotNeeded", "Patch", "Plan", "ShapeError"]
+__all__ = ["Fix", "NotNeeded", "Patch", "Plan", "ShapeError"]
+
+# The fixes of ``install(fix=...)``.
+Fix = Literal["thread-local", "always-false"]
 
 
 class NotNeeded(NamedTuple):
@@ -54,7 +57,7 @@ class Patch:
     upstream: tuple[str, ...]
     modules: tuple[str, ...]
     plan: Callable[[Mapping[str, ModuleType]], Plan | NotNeeded]
-    fixes: frozenset[str] = frozenset({"thread-local", "always-false"})
+    fixes: frozenset[Fix] = frozenset({"thread-local", "always-false"})
     faults: tuple[str, ...] = ()
     quiet: bool = True
     after_fork_in_child: Callable[[], None] | None = None

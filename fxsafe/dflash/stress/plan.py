@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from fxsafe import Fix
 from fxsafe.dflash.errors import SettingsError
 
 __all__ = ["MODES", "Mode", "Plan", "modes_of"]
@@ -27,7 +28,7 @@ class Mode:
 
     name: str
     label: str
-    fix: str | None = None
+    fix: Fix | None = None
     patches: tuple[str, ...] | None = None
     settings: tuple[tuple[str, bool], ...] = ()
     clear: bool = False
