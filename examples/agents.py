@@ -8,6 +8,7 @@ them as tools do it in a thread for each call: "module is not installed as a sub
 
 from __future__ import annotations
 
+import argparse
 import collections
 import io
 import sys
@@ -17,8 +18,6 @@ import torch
 from torch import nn
 
 import fxsafe
-
-PLAIN = "--plain" in sys.argv
 
 
 class Potential(nn.Module):
@@ -41,7 +40,10 @@ def save(power: int) -> bytes:
 
 
 def main() -> int:
-    handle = None if PLAIN else fxsafe.install()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plain", action="store_true", help="without fxsafe")
+    plain = parser.parse_args().plain
+    handle = None if plain else fxsafe.install()
     files = {power: save(power) for power in (1, 2, 3)}
     distances = torch.linspace(0.5, 2.0, 12)[:, None]
 

@@ -8,6 +8,7 @@ called in the threads that ``parallel_apply`` would start.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import copy
 import sys
@@ -18,8 +19,6 @@ import torch
 from torch import nn
 
 import fxsafe
-
-PLAIN = "--plain" in sys.argv
 
 
 class Block(nn.Module):
@@ -76,7 +75,10 @@ def make() -> tuple[str, Callable[[torch.Tensor], torch.Tensor], torch.device]:
 
 
 def main() -> int:
-    handle = None if PLAIN else fxsafe.install()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plain", action="store_true", help="without fxsafe")
+    plain = parser.parse_args().plain
+    handle = None if plain else fxsafe.install()
     what, apply, device = make()
     x = torch.ones(4, 16, device=device)
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ function that was compiled long before. Up to torch 2.13 the call is refused, or
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
@@ -40,6 +41,8 @@ finally:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     import torch
 
     print(f"torch {torch.__version__}: a warm compiled call while another thread traces")

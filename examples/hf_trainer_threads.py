@@ -9,9 +9,14 @@ is being compiled, in any thread (docs/limits.md): losses are those of serial ru
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import sys
 import tempfile
 import threading
+
+if missing := [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]:
+    sys.exit(f"this example needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 import torch
 import transformers
@@ -19,7 +24,6 @@ from torch import nn
 
 import fxsafe
 
-PLAIN = "--plain" in sys.argv
 STEPS = 6
 
 
@@ -51,7 +55,10 @@ def make_trainer(seed: int, directory: str) -> transformers.Trainer:
 
 
 def main() -> int:
-    handle = None if PLAIN else fxsafe.install()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plain", action="store_true", help="without fxsafe")
+    plain = parser.parse_args().plain
+    handle = None if plain else fxsafe.install()
     outcomes: dict[int, str] = {}
     with tempfile.TemporaryDirectory() as directory:
         trainers = [make_trainer(seed, directory) for seed in range(2)]

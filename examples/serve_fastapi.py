@@ -3,19 +3,24 @@
 Some requests call a compiled model, others load one that was saved as a ``GraphModule``, which is a trace. Up to torch
 2.13 the first are refused while one of the second runs; on every torch eager modules raise then.
 
-    pip install fastapi httpx
+    pip install fastapi httpx uvicorn
     uvicorn --app-dir examples serve_fastapi:app        # serves
     python examples/serve_fastapi.py [--plain]          # sends itself requests from eight threads
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
+import importlib.util
 import pickle
 import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+if missing := [name for name in ("fastapi", "httpx") if importlib.util.find_spec(name) is None]:
+    sys.exit(f"this example needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 import torch
 from fastapi import FastAPI
@@ -24,7 +29,6 @@ from torch import nn
 
 import fxsafe
 
-PLAIN = "--plain" in sys.argv
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
 saved = pickle.dumps(torch.fx.symbolic_trace(model))
@@ -33,7 +37,7 @@ compiled = torch.compile(model, backend="aot_eager")
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    handle = None if PLAIN else fxsafe.install()
+    handle = None if app.state.plain else fxsafe.install()
     # Warm before the first request, as requests will call it: threads that miss the cache together all compile.
     predict(0.0)
     yield
@@ -42,6 +46,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 app = FastAPI(lifespan=lifespan)
+app.state.plain = False  # uvicorn's command line is not ours
 
 
 @app.get("/predict")
@@ -57,6 +62,9 @@ def reload(value: float) -> list[float]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plain", action="store_true", help="without fxsafe")
+    app.state.plain = parser.parse_args().plain
     outcomes: collections.Counter[str] = collections.Counter()
     with TestClient(app, raise_server_exceptions=False) as client:
         with torch.no_grad():

@@ -8,13 +8,31 @@ import pytest
 from support import ROOT, python
 
 SCRIPTS = ("data_parallel", "agents")
-WITH_LIBRARIES = ("serve_fastapi", "hf_trainer_threads")  # run by tests/recipes
+# Run by tests/recipes; with what they need.
+WITH_LIBRARIES = {"serve_fastapi": ("fastapi", "httpx"), "hf_trainer_threads": ("transformers", "accelerate")}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_recipe_works(name: str) -> None:
     done = python(str(ROOT / "examples" / f"{name}.py"), env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "demo"])
+def test_an_unknown_argument_is_refused(name: str) -> None:
+    done = python(str(ROOT / "examples" / f"{name}.py"), "--plian")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "unrecognized arguments: --plian" in done.stderr
+
+
+@pytest.mark.parametrize("name", WITH_LIBRARIES)
+def test_a_recipe_without_its_libraries_says_what_to_install(name: str) -> None:
+    missing = WITH_LIBRARIES[name]
+    path = str(ROOT / "examples" / f"{name}.py")
+    # None in sys.modules: as if it were not installed, whether or not it is.
+    done = python("-c", f"import runpy, sys; sys.modules.update(dict.fromkeys({missing})); runpy.run_path({path!r})")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"this example needs {' and '.join(missing)}: pip install {' '.join(missing)}\n"
 
 
 def test_pytest_with_threads() -> None:
