@@ -1,4 +1,4 @@
-# make demo      the main job: a fault without fxsafe, and its absence with each fix
+# make demo      the main job: a fault without fxsafe, and its absence with each fix; then doctor (four minutes on two cores)
 # make test      the test suite;  TORCH=2.14.1 chooses another release
 # make test-threads  ordinary uses of torch.fx and what stands on it, each test in four threads at once
 # make test-dflash  the trainer's own tests
