@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Iterator
@@ -189,4 +190,53 @@ def test_a_guard_filter_may_wait_for_a_thread_that_traces() -> None:
         compiled = torch.compile(calls_what_traces_replace, backend="eager", options={"guard_filter_fn": everything})
         assert torch.equal(compiled(X), calls_what_traces_replace(X))
     assert nodes == [5]
+    torch._dynamo.reset()
+
+
+class Config:
+    def __init__(self, value: int = 2) -> None:
+        self.value = value
+
+
+@functools.lru_cache
+def cached(n: int) -> int:
+    return n + 1
+
+
+packet = torch.ops.aten.relu
+module_leaf = nn.Identity()
+for _name in ("Config", "cached", "packet", "module_leaf", "float"):
+    torch.fx.wrap(_name)
+
+_USES: dict[str, Any] = {
+    "class": lambda x: x * Config(5).value,
+    "isinstance": lambda x: x + (1 if isinstance(2.0, float) and isinstance(Config(), Config) else 5),
+    "cached": lambda x: x * cached(3),
+    "packet": lambda x: packet(x) * float("2"),
+    "module": lambda x: module_leaf(x) * 3,
+}
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_what_is_wrapped_compiles_beside_a_trace_to_the_graph_that_it_gives_alone(use: str) -> None:
+    function = _USES[use]
+    graphs = []
+
+    def backend(module: Any, _: Any) -> Any:
+        graphs.append([(node.op, str(node.target)) for node in module.graph.nodes])
+        return module.forward
+
+    torch._dynamo.reset()
+    right = torch.compile(function, backend=backend)(X)
+    torch._dynamo.reset()
+    with applied(*FLAG, "module-hooks", "dynamo-hooks"):
+        compiled = torch.compile(function, backend=backend)
+        with trace_elsewhere():
+            for _ in range(2):
+                assert torch.equal(compiled(X), right)
+            assert graphs[1:] == graphs[:1]
+        assert torch.equal(compiled(X), right)
+        with trace_elsewhere():
+            assert torch.equal(compiled(X), right)
+        assert graphs[2:] in ([], graphs[:1])
     torch._dynamo.reset()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import inspect
 import json
 import linecache
 import math
+import pickle
 import re
 import sys
 import types
@@ -18,7 +21,7 @@ import pytest
 import torch
 import torch.fx._symbolic_trace as st
 from hook_faults import FAULTS, Stop, Thread, free, held, hooks, leaf, nodes
-from support import python
+from support import python, trace_elsewhere
 from torch import nn
 
 import fxsafe
@@ -524,3 +527,92 @@ def test_the_gate_refuses_another_shape(monkeypatch):
     monkeypatch.setattr(st._Patcher, "revert_all_patches", revert_all_patches)
     with pytest.raises(ShapeError, match=r"revert_all_patches has an unknown shape: \(self, how\)"):
         module_hooks.PATCH.plan(modules)
+
+
+# Classes and objects in patched places.
+
+
+class Config:
+    kind = 3
+
+    def __init__(self, value=2):
+        self.value = value
+
+    @classmethod
+    def make(cls):
+        return cls(1)
+
+
+class Special(Config):
+    pass
+
+
+@functools.lru_cache
+def cached(n):
+    return n + 1
+
+
+packet = torch.ops.aten.relu
+module_leaf = nn.Linear(2, 2)
+for _name in ("Config", "cached", "packet", "module_leaf", "int"):
+    torch.fx.wrap(_name)
+
+
+def _uses_of_what_is_wrapped():
+    class Sub(Config):
+        def __init__(self):
+            Config.__init__(self, 5)
+
+    Config.count = getattr(Config, "count", 0) + 1
+    return {
+        "isinstance": (isinstance(Special(), Config), isinstance(3, Config), isinstance(3, (str, int))),
+        "issubclass": (issubclass(Special, Config), issubclass(Config, Config), issubclass(Config, object)),
+        "class": (Sub().value, Sub.__mro__[1:]),
+        "attributes": (Config.kind, Config.make().value, Config.__name__, Config.__class__, inspect.isclass(Config)),
+        "stored": vars(original_of(Config)).get("count"),
+        "equal": (type(Config()) == Config, {original_of(Config): 1}[Config], str(Config), repr(Config)),  # noqa: E721
+        "union": (isinstance(Config(), Config | None), isinstance(None, None | Config)),
+        "pickled": pickle.loads(pickle.dumps(Config)) == Config,
+        "cached": (cached(1), cached.cache_info().maxsize, cached.__wrapped__(1)),
+        "packet": (packet.default(torch.ones(1)).item(), packet(torch.ones(1)).item()),
+        "module": (module_leaf.weight.shape, isinstance(module_leaf, nn.Module), module_leaf(torch.ones(2)).shape),
+        "weak": weakref.ref(Config)() == Config,
+    }
+
+
+def test_a_wrapped_class_or_object_is_itself_beside_a_trace():
+    before = Config, cached, packet, module_leaf
+    Config.count = 0
+    alone = _uses_of_what_is_wrapped()
+    del Config.count
+    with hooks():
+        with trace_elsewhere():
+            assert all(map(is_dispatcher, (Config, cached, packet, module_leaf, int)))
+            assert _uses_of_what_is_wrapped() == alone
+            del Config.count
+            graph = torch.fx.Graph()
+            assert graph.call_function(Config).target is before[0]
+        assert (Config, cached, packet, module_leaf) == before
+        assert "int" not in globals()
+
+
+def test_in_ones_own_trace_a_wrapped_class_is_torchs_function():
+    def look(x):
+        seen.append((Config.kind, isinstance(Config, types.FunctionType), hasattr(Config, "make") and callable(Config)))
+        with pytest.raises(TypeError) as error:
+            isinstance(x, Config)
+        seen.append(str(error.value))
+        return Config(x)
+
+    results = []
+    for patched in (False, True):
+        seen = []
+        with hooks() if patched else contextlib.nullcontext():
+            graph = torch.fx.symbolic_trace(look).graph
+        results.append((seen, nodes(graph)))
+    assert results[0] == results[1]
+
+
+def test_a_modules_getattr_takes_its_name_by_keyword():
+    with hooks(), trace_elsewhere():
+        assert nn.Module.__getattr__(module_leaf, name="weight") is module_leaf.weight

@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from fxsafe.edits import AttributeSwap, CodeWrap, Edit
-from fxsafe.patches._slots import LINK, Places, is_dispatcher, places
+from fxsafe.patches._slots import LINK, Places, StandIn, is_dispatcher, places
 from fxsafe.shapes import ShapeError, own_function, shape_of
 
 __all__ = ["reader_edits"]
@@ -41,8 +41,8 @@ def _create_node_template(
     self: Any, op: Any, target: Any, args: Any = None, kwargs: Any = None, name: Any = None, type_expr: Any = None
 ) -> Any:
     parts: Any = "<replacement>"
-    original, function_type, link, seen_value = parts
-    if type(target) is function_type and link in target.__dict__:
+    original, function_type, link, stand_in, seen_value = parts
+    if (type(target) is function_type and link in target.__dict__) or type(target) is stand_in:
         target = seen_value(target)
     return original(self, op, target, args, kwargs, name, type_expr)
 
@@ -80,7 +80,7 @@ def _wrap_root(original: FunctionType) -> Callable[..., Any]:
 def _target_seen(original: FunctionType) -> Any:
     # Where every node is made, and below the point where tracers record stack traces, which an added frame would show
     # in. The template unpacks this itself: one call less for every node.
-    return original, FunctionType, LINK, places.seen_value
+    return original, FunctionType, LINK, StandIn, places.seen_value
 
 
 # Loading: unpickling traces the code that it reads.

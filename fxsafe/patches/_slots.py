@@ -26,13 +26,15 @@ from contextlib import contextmanager
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
-__all__ = ["LINK", "MISSING", "Places", "is_dispatcher", "original_of", "places"]
+from fxsafe.patches._stand_in import LINK, StandIn, slot_of_stand_in
+
+__all__ = ["LINK", "MISSING", "Places", "StandIn", "is_dispatcher", "original_of", "places"]
 
 MISSING: Any = object()
-# Marks a dispatcher in its __dict__ and leads to its slot.
-LINK = "_fxsafe_slot"
 # What a plain function on a class can stand in for: these bind ``self`` as a function does.
 _BINDS_LIKE_A_FUNCTION = (FunctionType, MethodDescriptorType, WrapperDescriptorType)
+# Of these in a dictionary nothing is used but the call and what is in their ``__dict__``.
+_CALLED_ONLY = (FunctionType, BuiltinFunctionType)
 
 
 def _any_call(get: Any, get_ident: Any, fallback: Any) -> FunctionType:
@@ -43,7 +45,7 @@ def _any_call(get: Any, get_ident: Any, fallback: Any) -> FunctionType:
 
 
 def _getattr_call(get: Any, get_ident: Any, fallback: Any) -> FunctionType:
-    def dispatcher(self: Any, name: Any, /) -> Any:
+    def dispatcher(self: Any, name: Any) -> Any:
         return get(get_ident(), fallback)(self, name)
 
     return dispatcher  # type: ignore[return-value]
@@ -116,15 +118,21 @@ class _Slot:
 
 
 # The types of dispatchers. A first look at the type spares nearly every value the second one.
-_DISPATCHERS = (FunctionType, _Attribute)
+_DISPATCHERS = (FunctionType, StandIn, _Attribute)
 
 
 def _slot_of(value: Any) -> _Slot | None:
     """The slot whose dispatcher ``value`` is. ``functools.wraps`` copies the link, hence the second look."""
+    slot: _Slot | None = None
     if type(value) is FunctionType:
         slot = value.__dict__.get(LINK)
-        return slot if slot is not None and slot.dispatcher is value else None
-    return value.slot if type(value) is _Attribute else None
+        if slot is not None and slot.dispatcher is not value:
+            slot = None
+    elif type(value) is StandIn:
+        slot = slot_of_stand_in(value)
+    elif type(value) is _Attribute:
+        slot = value.slot
+    return slot
 
 
 def is_dispatcher(value: Any) -> bool:
@@ -161,19 +169,19 @@ class Places:
         # in other threads, which guards on what it finds in a place, meets two objects there and not ever new ones.
         self._closed: dict[tuple[int, str], _Slot] = {}
         self._makers: tuple[Any, ...] = (_any_call, _getattr_call)
-        self._templates: tuple[FunctionType, ...] = tuple(make(None, None, None) for make in self._makers)
+        self._templates: tuple[Any, ...] = (*(make(None, None, None) for make in self._makers), StandIn.__call__)
 
     def dress(self, like: CodeType) -> tuple[FunctionType, ...]:
         """Let the frames of dispatchers made from now on count as frames of the file of ``like``.
 
         Returns:
-            The functions whose code they run.
+            The functions whose code they run, and those of what has no code of its own.
         """
         for template in self._templates:
             template.__code__ = template.__code__.replace(
                 co_filename=like.co_filename, co_firstlineno=like.co_firstlineno
             )
-        return self._templates
+        return *self._templates, *(value for value in vars(StandIn).values() if type(value) is FunctionType)
 
     def __len__(self) -> int:
         """How many dispatchers stand in their places."""
@@ -220,7 +228,7 @@ class Places:
         # Loops, and no comprehension: that is a frame, which Dynamo would compile.
         found = []
         for name, value in copy.items():
-            if type(value) is FunctionType and LINK in value.__dict__:
+            if (type(value) is FunctionType and LINK in value.__dict__) or type(value) is StandIn:
                 found.append(name)
         for name in found:
             seen = self._seen(copy[name], namespace, name)
@@ -372,6 +380,8 @@ class Places:
                 del self._closed[gone]
             if is_class and not isinstance(fallback, _BINDS_LIKE_A_FUNCTION):
                 slot.dispatcher = _Attribute(slot)
+            elif not is_class and not isinstance(fallback, _CALLED_ONLY):
+                slot.dispatcher = StandIn(slot)
             else:
                 slot.dispatcher = self._dispatcher(slot, one_name=is_class and name == "__getattr__")
         self._reopen(key, slot)

@@ -11,13 +11,15 @@ dispatcher it has found ``_torchdynamo_inline``; if the trace is over by then, t
 and the compile fails ("'function' object has no attribute '_torchdynamo_inline'"). Then it tries the guards once: a
 dispatcher that comes in between makes them fail.
 
+And it takes the dispatcher of a class for a function: ``isinstance(x, Cfg)`` fails to compile.
+
 Upstream: pytorch#112775. Releases: 2.5 to 2.15.
 
 Why this place is enough: each function of Dynamo's that compares with one of the two gets its own body again with the
 comparison made by ``_Comparison``, which takes both sides for what the calling thread would see alone. What stands in
 the place when each side is read does not matter then: a trace may begin or end between the two. Guards are written
 while nothing is patched or put back, with the dispatchers that the compile has found in their places; these call the
-originals.
+originals. The builder of Dynamo's variables is shown the original of a stand-in (``_stand_in``).
 
 This file can be deleted together with ``module_hooks``.
 """
@@ -27,13 +29,14 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 from fxsafe.dynamo import frame_hider
-from fxsafe.edits import AttributeSwap, CodeSwap, Edit
+from fxsafe.edits import AttributeSwap, CodeSwap, CodeWrap, Edit
 from fxsafe.patches._slots import places
+from fxsafe.patches._stand_in import INLINE, StandIn
 from fxsafe.patches.base import Patch, Plan, ShapeError
 from fxsafe.shapes import own_function, shape_of
 from fxsafe.thread_globals import PLACEHOLDER, functions_of, nested, rewritten
@@ -42,6 +45,8 @@ __all__ = ["PATCH"]
 
 _UTILS = "torch._dynamo.utils"
 _GUARDS = "torch._dynamo.guards"
+_BUILDER = "torch._dynamo.variables.builder"
+_SOURCE = "torch._dynamo.source"
 _NAMES = {"unpatched_nn_module_call": "__call__", "unpatched_nn_module_getattr": "__getattr__"}
 _MODULES = (
     _UTILS,
@@ -149,6 +154,35 @@ def _guards_edit(guards: ModuleType) -> tuple[Edit, Any]:
     return AttributeSwap(where, manager, "__init__", init), init
 
 
+def _build_template(self: Any, value: Any) -> Any:
+    replacement: Any = "<replacement>"
+    return replacement(self, value)
+
+
+def _builder_edit(modules: Mapping[str, ModuleType]) -> Edit:
+    """Of a stand-in Dynamo goes on with the original, as it does of a dispatcher that is a function."""
+    builder, attribute_of = modules[_BUILDER], modules[_SOURCE].AttrSource
+    hide = frame_hider()
+
+    def wrap(original: FunctionType) -> Callable[[Any, Any], Any]:
+        def build(self: Any, value: Any) -> Any:
+            while type(value) is StandIn:
+                self.source, value = attribute_of(self.source, INLINE), getattr(value, INLINE)
+            return original(self, value)
+
+        hide(build)
+        return build
+
+    kind = vars(builder).get("VariableBuilder")
+    if not isinstance(kind, type):
+        raise ShapeError(f"{_BUILDER}.VariableBuilder does not exist")
+    call = own_function(kind, "__call__")
+    try:
+        return CodeWrap(f"{_BUILDER}.VariableBuilder.__call__", call, _build_template, wrap)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ShapeError(str(error)) from None
+
+
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     utils = modules[_UTILS]
     if not any(name in vars(utils) for name in _NAMES):
@@ -158,14 +192,14 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
         raise ShapeError(f"{_UTILS} compares with no __getattr__ of torch.nn.Module")
     guards_edit, init = _guards_edit(modules[_GUARDS])
     frame_hider()(_Comparison.same, type(places).seen_value, init, _Filter.__call__)
-    return Plan([*edits, guards_edit])
+    return Plan([*edits, guards_edit, _builder_edit(modules)])
 
 
 PATCH = Patch(
     name="dynamo-hooks",
     summary="a compile beside a trace gives the graph that it gives alone, names and order of inputs included",
     upstream=("https://github.com/pytorch/pytorch/issues/112775",),
-    modules=("torch", "torch.nn", *_MODULES),
+    modules=("torch", "torch.nn", _SOURCE, _BUILDER, *_MODULES),
     plan=_plan,
     # Dynamo is imported by the first compile, which may run beside a trace and must not wait for its end.
     quiet=False,
