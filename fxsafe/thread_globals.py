@@ -19,6 +19,7 @@ import inspect
 import linecache
 import re
 import threading
+from _thread import get_ident
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -48,7 +49,7 @@ __all__ = [
 
 PLACEHOLDER = "<fxsafe state>"
 # Names that torch has nowhere: they mark what is ours in a rewritten body.
-_NOW, _VALUES, GATE = "_fxsafe_now", "_fxsafe_values", "_fxsafe_gate"
+_NOW, _VALUES, _BEGUN, GATE = "_fxsafe_now", "_fxsafe_values", "_fxsafe_begun", "_fxsafe_gate"
 _CLOSING_LINES = 20
 _FUTURE = 0
 for _feature in __future__.all_feature_names:
@@ -89,11 +90,30 @@ class Kept:
     def now(self) -> Any:
         return self._fxsafe_now
 
+    def _fxsafe_begun(self) -> _Begun:
+        return _Begun(self._fxsafe_now)
+
     def apply(self) -> None:
         self._fxsafe_now = self._make()
 
     def undo(self) -> bool:
         return True  # blocks that end later go on with the values they began with
+
+
+class _Begun:
+    """The values that a block began with, whichever thread it goes on in: a generator may be left in another one."""
+
+    __slots__ = ("_ident", "_now", "_values")
+
+    def __init__(self, now: ThreadGlobals) -> None:
+        self._ident = get_ident()
+        self._now = now
+        self._values = now._fxsafe_values
+
+    @property
+    def _fxsafe_values(self) -> dict[str, Any]:
+        # A child that is forked inside the block has other ones in this thread.
+        return self._now._fxsafe_values if self._ident == get_ident() else self._values
 
 
 _kept: dict[str, Kept] = {}
@@ -183,13 +203,28 @@ class Rewrite(Marked):
         """
         self._names = names
         self._kept = kept
+        self._in_block = False
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        # A context manager's generator keeps where it began in a variable, which takes the state's place.
+        outer, self._in_block = self._in_block, self._kept and any(isinstance(n, ast.Yield) for n in ast.walk(node))
+        self.generic_visit(node)
+        if self._in_block:
+            begun = ast.Call(ast.Attribute(ast.Constant(PLACEHOLDER), _BEGUN, ast.Load()), [], [])
+            statement = ast.Assign([ast.Name(_NOW, ast.Store())], begun)
+            for part in ast.walk(statement):
+                ast.copy_location(part, node)
+            node.body.insert(ast.get_docstring(node, clean=False) is not None, statement)
+        self._in_block = outer
+        return node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self._names:
             return node
         state: ast.expr = ast.Constant(PLACEHOLDER)
         if self._kept:
-            values = ast.Attribute(ast.Attribute(state, _NOW, ast.Load()), _VALUES, ast.Load())
+            now: ast.expr = ast.Name(_NOW, ast.Load()) if self._in_block else ast.Attribute(state, _NOW, ast.Load())
+            values = ast.Attribute(now, _VALUES, ast.Load())
             place: ast.expr = ast.Subscript(values, ast.Constant(node.id), node.ctx)
         else:
             place = ast.Attribute(state, node.id, node.ctx)
@@ -276,8 +311,8 @@ def _gist(code: CodeType) -> tuple[object, ...]:
     """
     texts = {const for const in code.co_consts if isinstance(const, str)}
     return (
-        frozenset({*code.co_names, *texts} - {_NOW, _VALUES, GATE, PLACEHOLDER}),
-        code.co_varnames,
+        frozenset({*code.co_names, *texts} - {_NOW, _VALUES, _BEGUN, GATE, PLACEHOLDER}),
+        tuple(name for name in code.co_varnames if name != _NOW),
         code.co_freevars,
         code.co_cellvars,
         tuple(
@@ -374,6 +409,7 @@ def isolate(
     missing = names - vars(module).keys()
     if missing:
         raise ShapeError(f"{module.__name__} has no global {sorted(missing)}")
+    frame_hider()(Kept._fxsafe_begun, _Begun.__init__, vars(_Begun)[_VALUES].fget)
     edits: list[Edit] = [state]
     found: dict[str, range] = {}
     for function in functions_of(module):

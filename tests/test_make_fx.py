@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.fx.traceback as fx_traceback
 from locks_support import applied, fails, passes, plan_of, run
+from support import thread_of_its_own
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -125,6 +126,65 @@ TWO_MISSES = """
     op._uncache_dispatch(key)
     assert op._get_dispatch(key) == first
 """
+
+
+BLOCKS = {
+    "annotate": lambda: fx_traceback.annotate({"a": 1}),
+    "preserve_node_meta": fx_traceback.preserve_node_meta,
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_generators_block_ends_for_the_thread_that_entered_it(name: str) -> None:
+    if not hasattr(fx_traceback, name):
+        pytest.skip(f"this torch has no {name}")
+
+    def block() -> Any:
+        with BLOCKS[name]():
+            yield
+
+    def state() -> Any:
+        return dict(fx_traceback.get_current_meta()), fx_traceback.has_preserved_node_meta()
+
+    outside = state()
+    with applied("traceback-meta"), thread_of_its_own() as first, thread_of_its_own() as second:
+        generator = block()
+        first(lambda: next(generator))
+        assert first(state) != outside
+        assert second(state) == outside
+        assert second(lambda: next(generator, None)) is None
+        assert first(state) == second(state) == state() == outside
+
+
+@pytest.mark.skipif(not hasattr(fx_traceback, "annotate"), reason="torch has had annotate since 2.9")
+def test_another_threads_block_ends_in_peace_though_fxsafe_went_and_came_again() -> None:
+    with thread_of_its_own() as does:
+        with applied("traceback-meta"):
+            block = fx_traceback.annotate({"a": 1})
+            does(block.__enter__)
+        with applied("traceback-meta"):
+            does(lambda: block.__exit__(None, None, None))
+            assert "custom" not in does(lambda: dict(fx_traceback.get_current_meta()))
+
+
+def test_a_child_forked_inside_a_block_leaves_it() -> None:
+    passes(
+        """
+    import os
+    import torch.fx.traceback as tb
+    def blocks():
+        with tb.preserve_node_meta():
+            child = os.fork()
+            assert tb.has_preserved_node_meta()
+        if not child:
+            os._exit(tb.has_preserved_node_meta())
+        statuses.append(os.waitpid(child, 0)[1])
+    statuses = []
+    thread = threading.Thread(target=blocks); thread.start(); thread.join()
+    assert statuses == [0], statuses
+    """,
+        "traceback-meta",
+    )
 
 
 def test_without_the_patch_the_second_of_two_misses_fails() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo.eval_frame as eval_frame
 from locks_support import applied
-from support import SOON_S, Task, inside_elsewhere
+from support import SOON_S, Task, inside_elsewhere, thread_of_its_own
 
 import fxsafe
 from fxsafe.patches import CATALOGUE
@@ -188,3 +189,55 @@ def test_a_block_that_another_thread_enters_is_no_longer_its_makers() -> None:
         assert compiles()
         made.clear()
         assert compiles()
+
+
+def block(name: str) -> Iterator[None]:
+    with torch.compiler.set_stance(name):
+        yield
+
+
+def test_a_generators_block_ends_for_the_thread_that_entered_it() -> None:
+    with applied("stance"), thread_of_its_own() as first, thread_of_its_own() as second:
+        generator = block("force_eager")
+        first(lambda: next(generator))
+        assert first(stance) == "force_eager"
+
+        def leaves_inside_a_block_of_its_own() -> str:
+            with torch.compiler.set_stance("force_eager"):
+                assert next(generator, None) is None
+                return stance()
+
+        assert second(leaves_inside_a_block_of_its_own) == "force_eager"
+        assert first(stance) == second(stance) == "default"
+        assert type(eval_frame._stance).__name__ == "DynamoStance"
+
+
+@pytest.mark.parametrize("left_first", ["outer", "inner"])
+def test_generators_blocks_end_in_any_order_in_other_threads(left_first: str) -> None:
+    with applied("stance"), thread_of_its_own() as does:
+        blocks = {"outer": block("eager_on_recompile"), "inner": block("force_eager")}
+        for generator in blocks.values():
+            does(lambda generator=generator: next(generator))
+        next(blocks.pop(left_first), None)
+        assert does(stance) == ("eager_on_recompile" if left_first == "inner" else "force_eager")
+        (rest,) = blocks.values()
+        does(lambda: next(rest, None))
+        assert does(stance) == "default"
+        assert type(eval_frame._stance).__name__ == "DynamoStance"
+
+
+def test_one_object_entered_by_two_threads_ends_for_each() -> None:
+    with applied("stance"), thread_of_its_own() as first, thread_of_its_own() as second:
+        shared = torch.compiler.set_stance("force_eager")
+        first(shared.__enter__)
+        second(shared.__enter__)
+        first(lambda: shared.__exit__(None, None, None))
+        assert (first(stance), second(stance)) == ("default", "force_eager")
+        second(lambda: shared.__exit__(None, None, None))
+        assert second(stance) == "default"
+
+
+def test_set_stance_has_torchs_signature() -> None:
+    plain = inspect.signature(torch._dynamo.set_stance), torch._dynamo.set_stance.__init__.__qualname__
+    with applied("stance"):
+        assert (inspect.signature(torch._dynamo.set_stance), torch._dynamo.set_stance.__init__.__qualname__) == plain

@@ -6,6 +6,9 @@ not asked, and they get results for other inputs; overlapping blocks leave the w
 
 Upstream: pytorch#196637 for the flags in C that go with it. Releases: 2.6 to 2.15.
 
+A generator's block may be left in another thread than it was entered in (a server's thread pool): it then ends for the
+thread that entered it.
+
 Why this place is enough: while a thread has a stance of its own, in the global's place stands an object that answers
 with the calling thread's, so functions compiled earlier, which read the global, follow; at all other times it holds the
 process's stance itself, and a compiled call pays nothing. The only writer changes in place. ``set_stance(...)`` called
@@ -21,6 +24,7 @@ This file can be deleted when the oldest supported torch keeps the stance per th
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from _thread import get_ident
@@ -44,6 +48,8 @@ _SET = "_set_stance"
 _MARK = "_fxsafe_of_a_thread"
 _NONE = "_fxsafe_none_of_its_own"
 _REVOKED = "_fxsafe_revoked_in"
+_NOBODY = None, None
+_ENTERED = "_fxsafe_entered_in"
 _FIELDS = ("stance", "skip_guard_eval_unsafe", "backend")
 
 
@@ -58,6 +64,13 @@ class _Own(threading.local):
         self.stance: Any = None
         self.making = False
         self.alone = _is_pythons(get_ident())
+
+
+def _unless_revoked(stance: Any) -> Any:
+    """The stance, or what the calling thread has instead if another one has ended the block."""
+    while stance is not None and vars(stance).get(_REVOKED, _NOBODY)[0] == get_ident():
+        stance = vars(stance).pop(_REVOKED)[1]
+    return stance
 
 
 class _Stances:
@@ -84,10 +97,10 @@ class _Stances:
     def own(self) -> Any:
         """The calling thread's own stance, if it has one."""
         stance = self._own.stance
-        if stance is not None and vars(stance).get(_REVOKED) == get_ident():
-            del vars(stance)[_REVOKED]
-            stance = self._own.stance = None
-        return stance
+        left = _unless_revoked(stance)
+        if left is not stance:
+            self._own.stance = left
+        return left
 
     def _effective(self) -> Any:
         own = self.own()
@@ -112,8 +125,9 @@ class _Stances:
     def set(self, stance: Any) -> None:
         ident = get_ident()
         own = None
+        stance = _unless_revoked(stance)
         with self._lock:
-            if _NONE not in vars(stance):
+            if stance is not None and _NONE not in vars(stance):
                 if self._own.making:
                     vars(stance)[_MARK] = True
                 if _MARK in vars(stance):
@@ -145,12 +159,15 @@ class _Stances:
             while self._marked:
                 vars(self._marked.pop()).pop(_NONE, None)
 
-    def revoke(self, ident: int, stance: Any) -> None:
-        """Take from another thread a stance that it made, and that is entered here."""
+    def revoke(self, ident: int, stance: Any, previous: Any = None) -> None:
+        """Another thread, that has this stance or comes back to it, has the one before instead: none, or its own."""
+        if previous is not None and _MARK not in vars(previous):
+            previous = None
         with self._lock:
-            if (ident, stance) in self._newest:
-                vars(stance)[_REVOKED] = ident
-                self.__dict__["_newest"] = [entry for entry in self._newest if entry[0] != ident]
+            vars(stance)[_REVOKED] = ident, previous
+            if any(entry[0] == ident and entry[1] is stance for entry in self._newest):
+                newest = [entry for entry in self._newest if entry[0] != ident]
+                self.__dict__["_newest"] = newest if previous is None else [*newest, (ident, previous)]
                 self._show()
 
     def publish(self, stance: Any) -> None:
@@ -201,8 +218,11 @@ class _AsFunction:
 
 def _usage_edits(kind: type, stances: _Stances) -> list[Edit]:
     """Edits of the class ``set_stance`` that tell its three uses apart."""
-    init, enter, call = (copy_function(own_function(kind, name)) for name in ("__init__", "__enter__", "__call__"))
+    names = ("__init__", "__enter__", "__exit__", "__call__")
+    originals = {name: own_function(kind, name) for name in names}
+    init, enter, leave, call = map(copy_function, originals.values())
 
+    @functools.wraps(originals["__init__"])
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         inside = stances.own() is not None
         stances._own.making = True
@@ -213,17 +233,29 @@ def _usage_edits(kind: type, stances: _Stances) -> list[Edit]:
         if not inside:
             self._fxsafe_as_function = _AsFunction(stances, self.stance)
 
+    @functools.wraps(originals["__enter__"])
     def __enter__(self: Any) -> Any:
+        _unless_revoked(self.stance)  # it holds again
+        vars(self)[_ENTERED] = get_ident()
         _entered(self)
         return enter(self)
 
+    @functools.wraps(originals["__exit__"])
+    def __exit__(self: Any, *details: Any) -> Any:
+        entered = vars(self).pop(_ENTERED, None)
+        if entered not in (None, get_ident()) and stances.own() is not self.stance:
+            stances.revoke(entered, self.stance, self.prev)  # a generator's block: nothing of this thread's ends
+            return None
+        return leave(self, *details)
+
+    @functools.wraps(originals["__call__"])
     def __call__(self: Any, fn: Any) -> Any:
         _entered(self)
         return call(self, fn)
 
-    frame_hider()(__init__, __enter__, __call__, init, enter, call, _entered, _AsFunction.__init__, _AsFunction.__del__)
+    news = {"__init__": __init__, "__enter__": __enter__, "__exit__": __exit__, "__call__": __call__}
+    frame_hider()(*news.values(), init, enter, leave, call, _entered, _AsFunction.__init__, _AsFunction.__del__)
     where = f"{DECORATORS}.set_stance"
-    news = {"__init__": __init__, "__enter__": __enter__, "__call__": __call__}
     return [AttributeSwap(f"{where}.{name}", kind, name, new) for name, new in news.items()]
 
 
@@ -274,6 +306,8 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
         _Stances.__getattr__,
         _Stances.current,
         _Stances.own,
+        _Stances.revoke,
+        _unless_revoked,
         _Stances.set,
         _Stances._show,
         _Stances._effective,

@@ -10,7 +10,7 @@ Why this place is enough: the globals are used in two ways only, by the function
 bodies change in place, and as attributes of the module. Nodes are created on autograd's threads only while ``make_fx``
 or AOTAutograd traces a backward, and both keep autograd in the calling thread then (the patch ``make-fx``). Since 2.13
 flex_attention binds the first ``current_meta`` by name; it gets a view of the calling thread's first one, as stale as
-the bound one and no staler.
+the bound one and no staler. A block ends for the thread that began it, whichever leaves it.
 
 This file can be deleted when the oldest supported torch keeps these per thread.
 """
