@@ -196,26 +196,24 @@ class Marked(ast.NodeTransformer):
 class Rewrite(Marked):
     """Puts an attribute of the state in the place of each of the names, as a global."""
 
-    def __init__(self, names: frozenset[str], *, kept: bool = False) -> None:
+    def __init__(self, names: frozenset[str], *, kept: bool = False, block: bool = False) -> None:
         """
         Args:
             kept: the state is a ``Kept``, and the names are keys of its values.
+            block: the function is a generator that may go on in another thread; it then keeps the first one's values.
         """
         self._names = names
         self._kept = kept
-        self._in_block = False
+        self._block = block
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        # A context manager's generator keeps where it began in a variable, which takes the state's place.
-        outer, self._in_block = self._in_block, self._kept and any(isinstance(n, ast.Yield) for n in ast.walk(node))
         self.generic_visit(node)
-        if self._in_block:
+        if self._block:
             begun = ast.Call(ast.Attribute(ast.Constant(PLACEHOLDER), _BEGUN, ast.Load()), [], [])
             statement = ast.Assign([ast.Name(_NOW, ast.Store())], begun)
             for part in ast.walk(statement):
                 ast.copy_location(part, node)
             node.body.insert(ast.get_docstring(node, clean=False) is not None, statement)
-        self._in_block = outer
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
@@ -223,7 +221,7 @@ class Rewrite(Marked):
             return node
         state: ast.expr = ast.Constant(PLACEHOLDER)
         if self._kept:
-            now: ast.expr = ast.Name(_NOW, ast.Load()) if self._in_block else ast.Attribute(state, _NOW, ast.Load())
+            now: ast.expr = ast.Name(_NOW, ast.Load()) if self._block else ast.Attribute(state, _NOW, ast.Load())
             values = ast.Attribute(now, _VALUES, ast.Load())
             place: ast.expr = ast.Subscript(values, ast.Constant(node.id), node.ctx)
         else:
@@ -390,6 +388,7 @@ def isolate(
     by_attribute: bool = True,
     home: bool = True,
     known: bool = False,
+    blocks: frozenset[str] = frozenset(),
 ) -> list[Edit]:
     """Edits that give every thread its own value of some globals of ``module``.
 
@@ -401,6 +400,7 @@ def isolate(
         home: whether the thread that installs goes on with the globals themselves.
         known: whether they first get the values that the state makes for this thread, because what they hold may be
             another thread's.
+        blocks: context managers for users, whose block may be left in another thread.
 
     Raises:
         ShapeError: the module does not have these globals or functions, or uses the globals in a place that cannot
@@ -420,7 +420,8 @@ def isolate(
         shadowed = names & {name for c in codes for name in (*c.co_varnames, *c.co_cellvars, *c.co_freevars)}
         if shadowed:
             raise ShapeError(f"{where} has local variables {sorted(shadowed)}")
-        edits.append(CodeSwap(where, function, rewritten(where, function, Rewrite(names, kept=True), state)))
+        change = Rewrite(names, kept=True, block=function.__name__ in blocks)
+        edits.append(CodeSwap(where, function, rewritten(where, function, change, state)))
         if function.__name__ not in known_to_dynamo:
             seen = vars(module).get(function.__name__)
             manager = inspect.isgeneratorfunction(function) and getattr(seen, "__wrapped__", None) is function

@@ -80,7 +80,14 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     others = {name: make for name, make in _OTHERS.items() if name in here}
     frame_hider()(ThreadGlobals.__init__, _State.__init__, _FirstMeta.get)
     state = kept_state(module, {_META, *others}, lambda: _State(others))
-    edits = isolate(module, state, frozenset({_META, *others}), _USERS, known_to_dynamo=frozenset({"annotate"}))
+    edits = isolate(
+        module,
+        state,
+        frozenset({_META, *others}),
+        _USERS,
+        known_to_dynamo=frozenset({"annotate"}),
+        blocks=frozenset({"annotate", "preserve_node_meta"}),
+    )
     if _META in vars(flex):
         if type(vars(flex)[_META]) is not dict:
             raise ShapeError(f"{FLEX}.{_META} is no dictionary")
