@@ -10,7 +10,8 @@ Why this place is enough: the capture goes past the caches (it calls Dynamo's ``
 changes nothing of the exported graph but where the numbers of Triton kernels begin. While this is the only thread the
 reset is made as ever; beside other threads, which alone can be in such a call, it is left out.
 
-What stays: a ``torch._dynamo.reset()`` of the program's own. It must not be made while other threads run compiled code.
+What stays: a ``torch._dynamo.reset()`` of the program's own, and the two of ``torch._dynamo.explain``, whose answer
+would be another one beside old caches. They must not be made while other threads run compiled code.
 
 This file can be deleted when the oldest supported torch resets nothing in an export, or frees no record in use.
 """
