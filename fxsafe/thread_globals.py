@@ -49,7 +49,7 @@ __all__ = [
 
 PLACEHOLDER = "<fxsafe state>"
 # Names that torch has nowhere: they mark what is ours in a rewritten body.
-_NOW, _VALUES, _BEGUN, GATE = "_fxsafe_now", "_fxsafe_values", "_fxsafe_begun", "_fxsafe_gate"
+_NOW, _VALUES, _BEGUN, _BUSY, GATE = (f"_fxsafe_{name}" for name in ("now", "values", "begun", "busy", "gate"))
 _CLOSING_LINES = 20
 _FUTURE = 0
 for _feature in __future__.all_feature_names:
@@ -78,8 +78,9 @@ class Kept:
     It is an edit that comes before all that use it.
     """
 
-    __slots__ = ("_fxsafe_now", "_make", "target")
+    __slots__ = ("_fxsafe_busy", "_fxsafe_now", "_make", "target")
     _fxsafe_now: ThreadGlobals
+    _fxsafe_busy: set[int]
 
     def __init__(self, target: str, make: Callable[[], ThreadGlobals]) -> None:
         self.target = target
@@ -196,15 +197,17 @@ class Marked(ast.NodeTransformer):
 class Rewrite(Marked):
     """Puts an attribute of the state in the place of each of the names, as a global."""
 
-    def __init__(self, names: frozenset[str], *, kept: bool = False, block: bool = False) -> None:
+    def __init__(self, names: frozenset[str], *, kept: bool = False, block: bool = False, flags: bool = False) -> None:
         """
         Args:
             kept: the state is a ``Kept``, and the names are keys of its values.
+            flags: the names are flags of which ``isolate`` was told who has set one.
             block: the function is a generator that may go on in another thread; it then keeps the first one's values.
         """
         self._names = names
         self._kept = kept
         self._block = block
+        self._flags = flags
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -226,6 +229,9 @@ class Rewrite(Marked):
             place: ast.expr = ast.Subscript(values, ast.Constant(node.id), node.ctx)
         else:
             place = ast.Attribute(state, node.id, node.ctx)
+        if self._flags and isinstance(node.ctx, ast.Load):
+            somebody = ast.BoolOp(ast.Or(), [ast.Attribute(state, _BUSY, ast.Load()), node])
+            place = ast.IfExp(somebody, place, node)
         for part in ast.walk(place):
             ast.copy_location(part, node)
         return place
@@ -309,7 +315,7 @@ def _gist(code: CodeType) -> tuple[object, ...]:
     """
     texts = {const for const in code.co_consts if isinstance(const, str)}
     return (
-        frozenset({*code.co_names, *texts} - {_NOW, _VALUES, _BEGUN, GATE, PLACEHOLDER}),
+        frozenset({*code.co_names, *texts} - {_NOW, _VALUES, _BEGUN, _BUSY, GATE, PLACEHOLDER}),
         tuple(name for name in code.co_varnames if name != _NOW),
         code.co_freevars,
         code.co_cellvars,
@@ -389,6 +395,7 @@ def isolate(
     home: bool = True,
     known: bool = False,
     blocks: frozenset[str] = frozenset(),
+    busy: set[int] | None = None,
 ) -> list[Edit]:
     """Edits that give every thread its own value of some globals of ``module``.
 
@@ -401,6 +408,8 @@ def isolate(
         known: whether they first get the values that the state makes for this thread, because what they hold may be
             another thread's.
         blocks: context managers for users, whose block may be left in another thread.
+        busy: for flags: threads that have set one, but for the one at home. While there is none, a reader reads the
+            global, as it did before; a compiled call may ask some of these flags four times.
 
     Raises:
         ShapeError: the module does not have these globals or functions, or uses the globals in a place that cannot
@@ -410,6 +419,8 @@ def isolate(
     if missing:
         raise ShapeError(f"{module.__name__} has no global {sorted(missing)}")
     frame_hider()(Kept._fxsafe_begun, _Begun.__init__, vars(_Begun)[_VALUES].fget)
+    if busy is not None:
+        state._fxsafe_busy = busy
     edits: list[Edit] = [state]
     found: dict[str, range] = {}
     for function in functions_of(module):
@@ -420,7 +431,7 @@ def isolate(
         shadowed = names & {name for c in codes for name in (*c.co_varnames, *c.co_cellvars, *c.co_freevars)}
         if shadowed:
             raise ShapeError(f"{where} has local variables {sorted(shadowed)}")
-        change = Rewrite(names, kept=True, block=function.__name__ in blocks)
+        change = Rewrite(names, kept=True, block=function.__name__ in blocks, flags=busy is not None)
         edits.append(CodeSwap(where, function, rewritten(where, function, change, state)))
         if function.__name__ not in known_to_dynamo:
             seen = vars(module).get(function.__name__)

@@ -103,7 +103,7 @@ def bare_2_5() -> Any:
 def bare_2_9() -> Any:
     marked: Any = ()
     flag: Any = None
-    return bool(marked) and flag.tracing and not torch.compiler.is_compiling()
+    return flag.tracing and not torch.compiler.is_compiling() if marked else False
 
 
 @pytest.mark.skipif(not FLAG_IS_GLOBAL, reason="not needed")

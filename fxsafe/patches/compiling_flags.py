@@ -51,6 +51,8 @@ _GUARD = "is_fx_symbolic_tracing"
 # Threads that compile or export, but for the one that installed, whose flag is the global. One that dies with its flag
 # set stays among them until its ident is used again.
 _compiling: set[int] = set()
+# The same for any of the flags.
+_busy: set[int] = set()
 
 
 class _Values(dict[str, Any]):
@@ -70,7 +72,11 @@ class _Values(dict[str, Any]):
             (_compiling.add if value else _compiling.discard)(get_ident())
         if name in self._was_set and not value and not self[name]:
             self._flags[name] = value
+        if value:
+            _busy.add(get_ident())
         super().__setitem__(name, value)
+        if not any(self.values()):
+            _busy.discard(get_ident())
 
 
 class _Flags(ThreadGlobals):
@@ -118,6 +124,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
 
     def flags() -> _Flags:
         _compiling.clear()
+        _busy.clear()
         here = vars(compiler)
         return _Flags(here, names, frozenset(name for name in names if here[name]))
 
@@ -135,12 +142,14 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
         names,
         frozenset({"is_compiling", *present.values()}),
         known_to_dynamo=_KNOWN_TO_DYNAMO,
+        busy=_busy,
     )
     return Plan(edits)
 
 
 def _after_fork_in_child() -> None:
-    _compiling.intersection_update({get_ident()})
+    for threads in (_compiling, _busy):
+        threads.intersection_update({get_ident()})
 
 
 PATCH = Patch(

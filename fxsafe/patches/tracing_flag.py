@@ -98,9 +98,9 @@ def _symbolic_tracing_2_9() -> Any:
     marked: Any = "<marked>"
     flag: Any = "<flag>"
     return (
-        bool(marked)
-        and (flag.tracing or marked.avoided(torch.compiler.is_compiling()))
-        and not torch.compiler.is_compiling()
+        (flag.tracing or marked.avoided(torch.compiler.is_compiling())) and not torch.compiler.is_compiling()
+        if marked
+        else False
     )
 
 
