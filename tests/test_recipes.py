@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 from support import ROOT, python
@@ -18,7 +20,17 @@ def test_a_recipe_works(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "demo"])
+def test_the_timeline_of_the_picture(tmp_path: Path) -> None:
+    file = tmp_path / "race.json"
+    done = python(str(ROOT / "examples" / "timeline.py"), str(file), env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = json.loads(file.read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert lanes >= {"symbolic_trace", "make_fx", "server", "compile aot_eager", "compile eager"}
+    assert {"trace", "compile"} <= {event["name"] for event in events}
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "demo", "timeline"])
 def test_an_unknown_argument_is_refused(name: str) -> None:
     done = python(str(ROOT / "examples" / f"{name}.py"), "--plian")
     assert (done.returncode, done.stdout) == (2, "")

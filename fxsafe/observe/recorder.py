@@ -1,4 +1,4 @@
-"""``fxsafe.record``: a timeline of the threads, as a Chrome trace for https://ui.perfetto.dev and chrome://tracing."""
+"""``fxsafe.record``: a timeline of the threads, as a Chrome trace for https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
