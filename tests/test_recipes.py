@@ -11,7 +11,11 @@ from support import ROOT, python
 
 SCRIPTS = ("data_parallel", "agents")
 # Run by tests/recipes; with what they need.
-WITH_LIBRARIES = {"serve_fastapi": ("fastapi", "httpx"), "hf_trainer_threads": ("transformers", "accelerate")}
+WITH_LIBRARIES = {
+    "serve_fastapi": ("fastapi", "httpx"),
+    "hf_trainer_threads": ("transformers", "accelerate"),
+    "lightning_threads": ("lightning",),
+}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

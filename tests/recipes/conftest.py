@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 
-_NEEDED = ("fastapi", "httpx", "transformers", "accelerate")
+_NEEDED = {
+    "test_recipes_with_libraries.py": ("fastapi", "httpx", "transformers", "accelerate"),
+    "test_lightning_threads.py": ("lightning",),
+}
 
-collect_ignore_glob = ["test_*.py"] if any(importlib.util.find_spec(name) is None for name in _NEEDED) else []
+collect_ignore = [
+    name for name, needed in _NEEDED.items() if any(importlib.util.find_spec(library) is None for library in needed)
+]
