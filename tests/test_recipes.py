@@ -15,6 +15,7 @@ WITH_LIBRARIES = {
     "serve_fastapi": ("fastapi", "httpx"),
     "hf_trainer_threads": ("transformers", "accelerate"),
     "lightning_threads": ("lightning",),
+    "ray_actor_threads": ("ray",),
 }
 
 

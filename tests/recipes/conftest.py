@@ -7,6 +7,7 @@ import importlib.util
 _NEEDED = {
     "test_recipes_with_libraries.py": ("fastapi", "httpx", "transformers", "accelerate"),
     "test_lightning_threads.py": ("lightning",),
+    "test_ray_actor_threads.py": ("ray",),
 }
 
 collect_ignore = [
