@@ -68,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         fxsafe.install()
         command = {"train": _train, "eval": _eval, "export": _export, "prepare": _prepare, "plot": _plot, "demo": _demo}
         return command[options.command](options[options.command])
-    except DFlashError as error:
+    except fxsafe.FxsafeError as error:
         cause = error.__cause__
-        if cause is not None and not isinstance(cause, (DFlashError, OSError, ValueError, KeyError)):
+        if cause is not None and not isinstance(cause, (fxsafe.FxsafeError, OSError, ValueError, KeyError)):
             import traceback
 
             traceback.print_exception(cause)

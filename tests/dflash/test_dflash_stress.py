@@ -63,7 +63,8 @@ def options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**(values | changes))
 
 
-def test_the_time_is_divided_over_modes_and_starts() -> None:
+def test_the_time_is_divided_over_modes_and_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert plan_of(options()).seconds == 80 / 2 / len(MODES)
     assert plan_of(options(), modes_of(["plain", "fxsafe"])).seconds == 20
     assert plan_of(options(jobs=2), modes_of(["plain", "fxsafe"])).seconds == 40
@@ -71,11 +72,103 @@ def test_the_time_is_divided_over_modes_and_starts() -> None:
 
 
 def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for changes in ({"threads": 0}, {"hidden": 0}, {"seconds": 0.0}, {"trace_every": -1}, {"devices": ""}):
+    changes: dict[str, Any]
+    for changes in (
+        {"threads": 0},
+        {"hidden": 0},
+        {"seconds": 0.0},
+        {"trace_every": -1},
+        {"devices": ""},
+        {"stall_after": 0.0},
+        {"devices": "cpu,foo"},
+        {"devices": "meta"},
+        {"devices": "cuda:99"},
+        {"backend": "nope"},
+    ):
         with pytest.raises(SettingsError):
             plan_of(options(**changes))
-    assert main(["stress", "--modes", "plain,plane"]) == 2
-    assert "--modes plane is unknown" in capsys.readouterr().err
+    for words, says in (
+        (["--modes", "plain,plane"], "--modes plane is unknown"),
+        (["--modes", " , "], "--modes ' , ' names no mode"),
+        (["--json", "/no/such/place/x.json"], "--json /no/such/place/x.json cannot be written"),
+        (["--png", "picture.xyz"], "--png picture.xyz: a picture's name ends in one of"),
+    ):
+        assert main(["stress", *words]) == 2
+        assert says in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FXSAFE_DISABLE", "1")
+        assert main(["stress", "--modes", "fxsafe"]) == 2
+        assert "FXSAFE_DISABLE is set" in capsys.readouterr().err
+
+
+def test_more_jobs_than_starts_give_no_more_time() -> None:
+    assert plan_of(options(jobs=8, starts=1), modes_of(["fxsafe"])).seconds == 80
+
+
+SHORT = ["--steps=2", "--seconds=9", "--backend=eager", "--threads=1", "--hidden=32", "--length=32", "--anchors=4"]
+
+
+def test_what_cannot_be_written_at_the_end_costs_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "b.png"
+    words = ["stress", "--modes", "fxsafe", *SHORT, "--json", "/dev/full", "--png", str(picture)]
+    assert main(words) == 1
+    told = capsys.readouterr()
+    assert "--json /dev/full cannot be written: [Errno 28]" in told.err
+    assert "all of fxsafe  2 of 2 (100.0%)" in told.out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_an_interrupted_run_shows_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runner.run_at_once
+
+    def interrupted(plans: Any, modes: Any) -> Any:
+        if modes[0].name == "fxsafe":
+            raise KeyboardInterrupt
+        return run(plans, modes)
+
+    monkeypatch.setattr(runner, "run_at_once", interrupted)
+    numbers = tmp_path / "a.json"
+    assert main(["stress", "--modes", "cleared,fxsafe", *SHORT, "--json", str(numbers)]) == 130
+    assert re.search(r"flag cleared before each call +2 of 2 \(100.0%\)", capsys.readouterr().out)
+    assert [len(row["starts"]) for row in json.loads(numbers.read_text())["modes"]] == [1, 0]
+
+
+def test_a_start_that_dies_at_once_is_a_row_if_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*_: Any) -> None:
+        signal.raise_signal(signal.SIGKILL)
+
+    rows: list[dict[str, Any]] = []
+    plan = dataclasses.replace(PLAN, threads=1, steps=2)
+    kept = load.Drafter.run
+    monkeypatch.setattr(load.Drafter, "run", lambda self, *a: dies() if fxsafe.is_installed() else kept(self, *a))
+    runner.run_modes(plan, modes_of(["cleared", "fxsafe"]), lambda _: None, rows)
+    (dead,) = rows[1]["starts"]
+    assert (dead["tried"], dead["died"], dead["residue"]) == (0, ["status -9: it said nothing"], None)
+    assert "0 of 1, 1 died" in table(rows)
+    assert rows[0]["starts"][0]["ok"] == 2
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_the_first_start_of_fxsafe_is_recorded_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    seen = []
+    monkeypatch.setattr(
+        runner,
+        "run_at_once",
+        lambda plans, modes: [
+            seen.append((mode.name, plan.record))
+            or {"tried": 1, "ok": 1, "hung": 0, "eager": 0, "residue": [], "died": []}
+            for plan, mode in zip(plans, modes, strict=True)
+        ],
+    )
+    plan = dataclasses.replace(PLAN, starts=2, jobs=jobs, record="here")
+    runner.run_modes(plan, modes_of(["plain", "fxsafe"]), lambda _: None)
+    assert seen == [("plain", None), ("fxsafe", "here"), ("plain", None), ("fxsafe", None)]
 
 
 def test_errors_of_one_kind_are_one_kind() -> None:
@@ -208,8 +301,10 @@ def test_a_start_that_fails_before_its_first_step_says_why(monkeypatch: pytest.M
         raise ValueError("no such target")
 
     monkeypatch.setattr("fxsafe.dflash.stress.start.make_target", broken)
-    with pytest.raises(DFlashError, match=r"(?s)ended before its first step.*no such target"):
-        runner.run_mode(PLAN, BY_NAME["plain"])
+    with pytest.raises(
+        DFlashError, match="the starts end before their first step: status 1: ValueError: no such target"
+    ):
+        runner.run_modes(PLAN, [BY_NAME["plain"]], lambda _: None)
 
 
 def test_a_drafter_is_stuck_when_neither_it_nor_any_compile_moves(tmp_path: Path) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fxsafe.dflash.errors import SettingsError
 from fxsafe.dflash.stress.plan import MODES, Mode, Plan, modes_of
-from fxsafe.dflash.stress.report import draw, summary, table
+from fxsafe.dflash.stress.report import draw, require_picture, summary, table
 
 __all__ = ["stress"]
 
@@ -31,34 +36,107 @@ def stress(options: Any) -> int:
     """
     if not hasattr(os, "fork"):
         raise SettingsError("stress forks its processes, which this system does not have")
-    modes = modes_of([name for name in options.modes.split(",") if name])
+    modes = modes_of([name.strip() for name in options.modes.split(",") if name.strip()])
+    if options.modes and not options.modes.strip(" ,"):
+        raise SettingsError(f"--modes {options.modes!r} names no mode")
+    if os.environ.get("FXSAFE_DISABLE") and any(mode.fix for mode in modes):
+        raise SettingsError("FXSAFE_DISABLE is set, and would make plain torch of fxsafe's modes; unset it")
     plan = plan_of(options, modes)
+    for name in ("json", "png", "record"):
+        if path := getattr(options, name):
+            _require_writable(f"--{name}", Path(path))
+    if options.png:
+        require_picture(Path(options.png))
     import torch
 
     title = f"torch {torch.__version__}, {plan.threads} drafters on {', '.join(plan.devices)}, {plan.backend}"
     print(f"{title}: {len(modes)} modes x {plan.starts} cold starts x {plan.seconds:.1f} s", flush=True)
     from fxsafe.dflash.stress.runner import run_modes
 
-    rows = run_modes(plan, modes, lambda line: print(line, file=sys.stderr, flush=True))
+    rows: list[dict[str, Any]] = []
+    interrupted = False
+    try:
+        with _ended_by_sigterm():
+            run_modes(plan, modes, lambda line: print(line, file=sys.stderr, flush=True), rows)
+    except KeyboardInterrupt:
+        if not any(row["starts"] for row in rows):
+            raise
+        interrupted = True
+    written = _report(rows, plan, title, options)
+    if interrupted:
+        print("interrupted", file=sys.stderr)
+        return 130
+    ours = [summary(row) for row in rows if row["mode"] == "fxsafe"]
+    good = all(o["ok"] == o["tried"] > 0 and not (o["hung"] or o["died"] or o["eager"] or o["residue"]) for o in ours)
+    return 0 if good and written else 1
+
+
+def _report(rows: list[dict[str, Any]], plan: Plan, title: str, options: Any) -> bool:
+    """Print the table and write the files; False if one could not be written."""
     for row in rows:
         for number, start in enumerate(row["starts"]):
             for text in start["stacks"]:
                 print(f"== {row['label']}, start {number + 1}: hung at\n{text}", file=sys.stderr)
-    print(table(rows))
+    print(table(rows), flush=True)
+    written = True
     if options.json:
         content = {
-            "torch": torch.__version__,
+            "torch": title.split(",")[0].removeprefix("torch "),
             "plan": {name: getattr(plan, name) for name in Plan.__slots__},
             "command": sys.argv[1:],
             "summary": [summary(row) for row in rows],
             "modes": rows,
         }
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        try:
+            _write(Path(options.json), json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            print(f"--json {options.json} cannot be written: {error}", file=sys.stderr)
+            written = False
     if options.png:
-        draw(rows, Path(options.png), title)
-    ours = [summary(row) for row in rows if row["mode"] == "fxsafe"]
-    good = all(o["ok"] == o["tried"] > 0 and not (o["hung"] or o["died"] or o["eager"] or o["residue"]) for o in ours)
-    return 0 if good else 1
+        try:
+            draw(rows, Path(options.png), title)
+        except OSError as error:
+            print(f"--png {options.png} cannot be written: {error}", file=sys.stderr)
+            written = False
+    return written
+
+
+def _require_writable(option: str, path: Path) -> None:
+    """Before the run, which may last hours."""
+    try:
+        if path.exists() and not path.is_file():
+            with path.open("ab"):
+                return
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise SettingsError(f"{option} {path} cannot be written: {error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing, where there is a file or none."""
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as an exception, so that its processes and caches go."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def plan_of(options: Any, modes: tuple[Mode, ...] = MODES) -> Plan:
@@ -84,19 +162,40 @@ def plan_of(options: Any, modes: tuple[Mode, ...] = MODES) -> Plan:
         raise SettingsError(f"--{too_small[0]} must be at least 1")
     if not options.seconds > 0 or min(options.trace_every, options.steps) < 0 or not devices:
         raise SettingsError("--seconds must be above 0, --trace-every and --steps not below, --devices not empty")
+    if options.stall_after is not None and not options.stall_after > 0:
+        raise SettingsError("--stall-after must be above 0: every start would pass for one that hangs")
+    _require_there(devices, backend)
+    jobs = min(options.jobs, options.starts * len(modes))
     stall = options.stall_after if options.stall_after is not None else (120.0 if backend == "inductor" else 45.0)
     return Plan(
         threads=options.threads,
         devices=devices,
         backend=backend,
-        seconds=options.seconds * options.jobs / (options.starts * len(modes)),
+        seconds=options.seconds * jobs / (options.starts * len(modes)),
         starts=options.starts,
         stall_after=stall,
         trace_every=options.trace_every,
         steps=options.steps,
         at_most=options.at_most,
         spawn=options.spawn,
-        jobs=options.jobs,
+        jobs=jobs,
         record=None if options.record is None else os.path.abspath(options.record),
         **sizes,
     )
+
+
+def _require_there(devices: Sequence[str], backend: str) -> None:
+    import torch
+    import torch._dynamo
+
+    for name in devices:
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise SettingsError(f"--devices {name}: {str(error).splitlines()[0]}") from None
+        if device.type not in ("cpu", "cuda"):
+            raise SettingsError(f"--devices {name}: the load knows cpu and cuda")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise SettingsError(f"--devices {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if backend not in torch._dynamo.list_backends(None):
+        raise SettingsError(f"--backend {backend}: torch.compile has no such backend")

@@ -9,7 +9,7 @@ from typing import Any
 
 from fxsafe.dflash.errors import DFlashError
 
-__all__ = ["draw", "summary", "table"]
+__all__ = ["draw", "require_picture", "summary", "table"]
 
 
 def summary(row: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,9 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
         "steady_tokens_per_second": median("steady_tokens_per_second"),
         "peak_rss_mb": most("peak_rss_mb"),
         "peak_device_mb": most("peak_device_mb"),
-        "residue": sorted({name for start in starts for name in start["residue"]}),
+        "residue": sorted({name for start in starts for name in start["residue"] or ()})
+        if any(start["residue"] is not None for start in starts)
+        else None,
     }
 
 
@@ -83,7 +85,7 @@ def _cells(one: dict[str, Any]) -> tuple[str, ...]:
         _number(one["first_tokens_per_second"], ".0f"),
         _number(one["steady_tokens_per_second"], ".0f"),
         _number(memory, ".0f"),
-        ", ".join(one["residue"]) or "none",
+        "-" if one["residue"] is None else ", ".join(one["residue"]) or "none",
     )
 
 
@@ -91,17 +93,25 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Steps and speeds of the modes as bars.
-
+def require_picture(path: Path) -> None:
+    """
     Raises:
-        DFlashError: matplotlib is missing.
+        DFlashError: matplotlib is missing, or does not know this kind of picture.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise DFlashError("--png needs matplotlib") from error
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise DFlashError(f"--png {path}: a picture's name ends in one of .{', .'.join(sorted(known))}")
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Steps and speeds of the modes as bars; see ``require_picture``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     found = [summary(row) for row in rows][::-1]
     figure = Figure(figsize=(11, 0.5 * len(found) + 1.8), layout="constrained")
     FigureCanvasAgg(figure)

@@ -82,26 +82,40 @@ class _Child:
         return now - min(waiting, default=self.moved_at) > bound
 
 
-def run_modes(plan: Plan, modes: Sequence[Mode], say: Callable[[str], None]) -> list[dict[str, Any]]:
+def run_modes(
+    plan: Plan, modes: Sequence[Mode], say: Callable[[str], None], rows: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
     """The starts of every mode, in turns, so that what drifts on the machine drifts for all.
+
+    Args:
+        rows: gets them as they come, so that a run which is interrupted loses none.
 
     Returns:
         For each mode ``{"mode": name, "label": text, "starts": [...]}``.
+
+    Raises:
+        DFlashError: nothing runs: the first starts have all died before their first step.
     """
     if not plan.spawn:
         import_all()
     began = time.monotonic()
-    rows: list[dict[str, Any]] = [{"mode": m.name, "label": m.label, "starts": []} for m in modes]
+    rows = [] if rows is None else rows
+    rows += [{"mode": m.name, "label": m.label, "starts": []} for m in modes]
     turns = [(row, mode) for _ in range(plan.starts) for row, mode in zip(rows, modes, strict=True)]
+    recorded = next((n for n, (_, mode) in enumerate(turns) if mode.name == "fxsafe"), None)
+    quiet = dataclasses.replace(plan, record=None)
+    plans = [plan if number == recorded else quiet for number in range(len(turns))]
     for first in range(0, len(turns), plan.jobs):
         if plan.at_most is not None and time.monotonic() - began > plan.at_most:
             say(f"the time is over: {len(turns) - first} starts are left out")
             break
         now = turns[first : first + plan.jobs]
-        one = plan if first < len(modes) else dataclasses.replace(plan, record=None)
-        for (row, mode), outcome in zip(now, run_at_once(one, [mode for _, mode in now]), strict=True):
+        outcomes = run_at_once(plans[first : first + plan.jobs], [mode for _, mode in now])
+        for (row, mode), outcome in zip(now, outcomes, strict=True):
             row["starts"].append(outcome)
             say(f"{mode.label}, start {len(row['starts'])} of {plan.starts}: {_line(outcome)}")
+        if not any(start["tried"] or start["hung"] for row in rows for start in row["starts"]):
+            raise DFlashError(f"the starts end before their first step: {outcomes[0]['died'][0]}")
     return rows
 
 
@@ -116,21 +130,21 @@ def _line(outcome: dict[str, Any]) -> str:
 
 def run_mode(plan: Plan, mode: Mode) -> dict[str, Any]:
     """One cold start."""
-    return run_at_once(plan, [mode])[0]
+    return run_at_once([plan], [mode])[0]
 
 
-def run_at_once(plan: Plan, modes: Sequence[Mode]) -> list[dict[str, Any]]:
+def run_at_once(plans: Sequence[Plan], modes: Sequence[Mode]) -> list[dict[str, Any]]:
     """One cold start of each mode, all at one time."""
     caches = Path(tempfile.mkdtemp(prefix="dflash-stress-"))
     starts: list[list[_Child]] = [[] for _ in modes]
     everybody: list[_Child] = []
     try:
-        for place, (mode, children) in enumerate(zip(modes, starts, strict=True)):
+        for place, (plan, mode, children) in enumerate(zip(plans, modes, starts, strict=True)):
             groups = [[number] for number in range(plan.threads)] if mode.apart else [list(range(plan.threads))]
             for number, group in enumerate(groups):
                 children.append(_fork(plan, mode, group, caches / f"{place}-{number}"))
                 everybody.append(children[-1])
-        _watch(everybody, plan.stall_after)
+        _watch(everybody, plans[0].stall_after)
         return [_collect(children) for children in starts]
     finally:
         for child in everybody:
@@ -260,8 +274,6 @@ def _collect(children: Sequence[_Child]) -> dict[str, Any]:
     """One outcome of all children of a start; see the keys."""
     states = [child.last for child in children]
     rows = [row for state in states for row in state.get("drafters", ())]
-    if not rows and not any(child.hung for child in children):
-        raise DFlashError(f"a start ended before its first step:\n{children[0].log.read_text()[-3000:]}")
     errors: dict[str, int] = {}
     for row in rows:
         for kind, count in row["errors"].items():
@@ -282,6 +294,7 @@ def _collect(children: Sequence[_Child]) -> dict[str, Any]:
         "hung": sum(child.hung for child in children),
         "stacks": [child.log.read_text() for child in children if child.hung],
         "died": [_last_words(c) for c in children if c.last["status"] and not c.hung],
+        "logs": [c.log.read_text()[-3000:] for c in children if c.last["status"] and not c.hung],
         "tokens": sum(row["tokens"] for row in rows),
         "first_s": None if None in firsts else max(firsts),
         "first_tokens_per_second": total("first_tokens_per_second"),
@@ -289,6 +302,9 @@ def _collect(children: Sequence[_Child]) -> dict[str, Any]:
         "peak_rss_mb": total("peak_rss_mb"),
         "peak_device_mb": total("peak_device_mb"),
         "graphs": sum(state.get("graphs", 0) for state in states),
-        "residue": sorted({name for state in states for name in state.get("residue", ())}),
+        # None: nobody could look.
+        "residue": sorted({name for state in states for name in state["residue"]})
+        if all("residue" in state for state in states)
+        else None,
         "counters": counters,
     }
