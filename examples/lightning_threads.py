@@ -136,13 +136,13 @@ def main() -> int:
             try:
                 loads["right" if torch.equal(pickle.loads(saved)(x), answer) else "WRONG"] += 1
             except Exception as error:
-                loads[f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"] += 1
+                loads[f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"] += 1
 
     def search(trial: Trial) -> str:
         try:
             losses = fit(trial)
         except Exception as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
         return "the losses of the serial run" if losses == right[trial.rate] else "OTHER LOSSES than the serial run"
 
     tracer = threading.Thread(target=traces)

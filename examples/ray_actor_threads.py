@@ -108,9 +108,10 @@ def main() -> int:
         for kind, call in calls:
             try:
                 outcomes[f"{kind} {verdict(kind, ray.get(call), right[kind])}"] += 1
-            except ray.exceptions.RayTaskError as error:
-                cause = error.cause
-                outcomes[f"{kind} {type(cause).__name__}: {str(cause).splitlines()[0][:80]}"] += 1
+            except Exception as error:
+                # A RayTaskError has what the call raised as its cause.
+                cause = getattr(error, "cause", error)
+                outcomes[f"{kind} {type(cause).__name__}: {str(cause).partition(chr(10))[0][:80]}"] += 1
     finally:
         ray.shutdown()
     print(f"fxsafe in the worker: {installed}")
