@@ -283,8 +283,6 @@ def _who_changes() -> list[int]:
 def _leave(depth: int) -> None:
     """Put the calling thread's depth back to what it was before ``_enter``; may be repeated."""
     me = get_ident()
-    if events.listeners:
-        events.tell("end", "trace", depth)
     with lock:
         if depth:
             state.depth[me] = depth
@@ -292,6 +290,8 @@ def _leave(depth: int) -> None:
             state.depth.pop(me, None)
             if state.changing:
                 changed.notify_all()
+    if events.listeners:  # behind the change, as in _enter: a recording that begins in between knows what is open
+        events.tell("end", "trace", depth)
 
 
 def trace_function(module: ModuleType) -> tuple[FunctionType, CodeType]:

@@ -20,7 +20,7 @@ from torch._dynamo import convert_frame
 
 import fxsafe
 from fxsafe import traces
-from fxsafe.observe import events, watchdog
+from fxsafe.observe import events, recorder, watchdog
 
 PREDICATE = "is_fx_symbolic_tracing" if GUARD_ASKS_SYMBOLIC else "is_fx_tracing"
 WAIT = "wait for Dynamo's compile lock"
@@ -225,15 +225,65 @@ def test_a_wait_that_is_not_over_is_recorded_as_unfinished(held_lock: None, tmp_
     recording.stop()  # once more is harmless
 
 
-def test_a_trace_that_began_before_the_recording_begins_with_it(tmp_path: Path) -> None:
+def marks(span: dict[str, Any]) -> set[str]:
+    return set(span["args"]) - {"at"}
+
+
+def test_what_is_open_at_the_start_begins_with_the_recording(tmp_path: Path) -> None:
     path = tmp_path / "race.json"
-    with fxsafe.install():
-        with trace_elsewhere():
-            recording = fxsafe.record(path).start()
+    recording = fxsafe.record(path)
+
+    class Inner(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            recording.start()
+            torch.fx.Tracer().trace(torch.nn.ReLU())
+            return x
+
+    class Outer(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            torch.fx.Tracer().trace(Inner())
+            return x
+
+    with fxsafe.install(), trace_elsewhere():  # from before the start to after the stop
+        torch.fx.Tracer().trace(Outer())
         recording.stop()
-    (trace,) = spans(path, "trace")
-    assert trace["ts"] == 0
-    assert trace["dur"] > 0
+    me = threading.get_native_id()
+    outer, inner, nested = (span for span in spans(path, "trace") if span["tid"] == me)
+    (elsewhere,) = (span for span in spans(path, "trace") if span["tid"] != me)
+    assert outer["ts"] == inner["ts"] == elsewhere["ts"] == 0 < nested["ts"]
+    assert elsewhere["dur"] > outer["dur"] > inner["dur"] > nested["ts"] + nested["dur"]
+    assert marks(outer) == marks(inner) == {"begun_earlier"}
+    assert marks(nested) == set()
+    assert marks(elsewhere) == {"begun_earlier", "unfinished"}
+    assert elsewhere["tid"] in lanes(path)
+    counts = [(e["ts"], e["args"]["n"]) for e in spans(path, "threads that trace")]
+    assert [n for _, n in counts] == [1, 2, 1, 0]
+    assert counts[1][0] == 0
+
+
+def test_a_compile_and_a_wait_that_are_open_at_the_start_are_recorded(held_lock: None, tmp_path: Path) -> None:
+    path = tmp_path / "race.json"
+    with Told(WAIT) as told:
+        waiter = Task(lock_and_release)
+        assert told.happened.wait(SOON_S)
+    with fxsafe.record(path):
+        pass
+    (compile_,), (wait,) = spans(path, "compile"), spans(path, WAIT)
+    assert marks(compile_) == marks(wait) == {"begun_earlier", "unfinished"}
+    assert compile_["tid"] != wait["tid"] == waiter.thread.native_id
+
+
+def test_a_begin_that_is_told_after_the_start_is_one_span_and_an_end_without_a_begin_is_none() -> None:
+    lane = recorder._Lane(1, 1, "a thread")
+
+    def event(phase: Any, depth: int, ns: int) -> recorder._Event:
+        return recorder._Event(phase, "trace", depth, lane, ns, None)
+
+    late = [event("open", 0, 0), event("open", 1, 0), event("begin", 1, 2000), event("end", 1, 3000)]
+    late += [event("end", 0, 5000), event("end", 0, 6000), event("begin", 0, 9000)]  # the last after the end
+    out = recorder.chrome_events(late, 0, 8000, 1)
+    assert [(e["ts"], e["dur"]) for e in out if e["name"] == "trace"] == [(0, 5), (0, 3)]
+    assert [e["args"]["n"] for e in out if e["ph"] == "C"] == [1, 0]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

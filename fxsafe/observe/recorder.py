@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import time
+from _thread import get_ident
 from types import CodeType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fxsafe import traces
 from fxsafe.errors import FxsafeError
@@ -24,13 +25,12 @@ _INNER = frozenset({"torch", "fxsafe", "contextlib", "threading", "functools", "
 class _Lane:
     """One thread; idents and native ids are given to new threads again, lanes are not."""
 
-    def __init__(self) -> None:
-        self.native_id = threading.get_native_id()
-        self.name = threading.current_thread().name
+    def __init__(self, ident: int, native_id: int, name: str) -> None:
+        self.ident, self.native_id, self.name = ident, native_id, name
 
 
 class _Event(NamedTuple):
-    phase: Phase
+    phase: Phase | Literal["open"]  # "open": it was found so when the recording began
     what: str
     depth: int
     lane: _Lane
@@ -49,6 +49,23 @@ def _place() -> tuple[CodeType, int] | None:
     return None
 
 
+def _open_now(ns: int) -> list[_Event]:
+    """What threads are inside of. Called with ``traces.lock`` held, and listening.
+
+    Each thread tells of a beginning or an end after it is written down where this reads: what is missed here is told,
+    and what is both found and told is one and the same.
+    """
+    holder = getattr(vars(sys.modules.get(traces.CONVERT_FRAME, sys)).get("compile_lock"), "_holder", None)
+    found = [(ident, "trace", depth) for ident, nested in traces.state.depth.items() for depth in range(nested)]
+    found += [(holder, "compile", 0)] if holder is not None else []
+    found += [(ident, wait.what, 0) for ident, wait in events.waiting.copy().items()]
+    lanes = {t.ident: _Lane(t.ident, t.native_id or 1, t.name) for t in threading.enumerate() if t.ident is not None}
+    return [
+        _Event("open", what, depth, lanes.setdefault(ident, _Lane(ident, 1, "?")), ns, None)
+        for ident, what, depth in found
+    ]
+
+
 class Recording:
     """Made by ``record``; a context manager, or ``start()`` and ``stop()``.
 
@@ -59,6 +76,7 @@ class Recording:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._events: list[_Event] = []
+        self._open: list[_Event] = []
         self._threads = threading.local()
         self._state = "new"
         self._pid = self._from = self._to = 0
@@ -77,11 +95,13 @@ class Recording:
             raise FxsafeError(f"fxsafe.record({self.path!r}): {directory} is no directory that can be written")
         if not self.path or os.path.isdir(self.path):
             raise FxsafeError(f"fxsafe.record({self.path!r}) names no file; write fxsafe.record('race.json')")
-        self._pid, self._began_at, self._from = os.getpid(), time.time(), time.perf_counter_ns()
+        self._pid = os.getpid()
         self._state = "running"
         atexit.register(self.stop)
         with traces.lock:
+            self._began_at, self._from = time.time(), time.perf_counter_ns()
             events.listen(self)
+            self._open = _open_now(self._from)
         return self
 
     def stop(self) -> None:
@@ -119,15 +139,20 @@ class Recording:
         try:
             lane = self._threads.lane
         except AttributeError:
-            lane = self._threads.lane = _Lane()
+            name = threading.current_thread().name
+            lane = self._threads.lane = _Lane(get_ident(), threading.get_native_id(), name)
         place = None if phase == "end" else _place()
         self._events.append(_Event(phase, what, depth, lane, time.perf_counter_ns(), place))
 
     def _write(self) -> None:
         import json
 
+        told = self._events.copy()
+        # Who was inside of something tells of its end before another thread can get its ident.
+        lanes = {event.lane.ident: event.lane for event in reversed(told)}
+        open_ = [event._replace(lane=lanes.get(event.lane.ident, event.lane)) for event in self._open]
         content = {
-            "traceEvents": chrome_events(self._events.copy(), self._from, self._to, self._pid),
+            "traceEvents": chrome_events(open_ + told, self._from, self._to, self._pid),
             "displayTimeUnit": "ms",
             "otherData": {"began_at": self._began_at, **_circumstances()},
         }
@@ -166,7 +191,7 @@ def chrome_events(told: list[_Event], begin_ns: int, end_ns: int, pid: int) -> l
     """The list ``traceEvents`` of the Trace Event Format; times are microseconds since ``begin_ns``.
 
     What had not ended by ``end_ns`` ends there and is marked ``unfinished``; what had begun before ``begin_ns``
-    begins there.
+    begins there and is marked ``begun_earlier``.
     """
     out: list[dict[str, Any]] = []
     open_: dict[tuple[_Lane, str], list[dict[str, Any]]] = {}
@@ -180,25 +205,26 @@ def chrome_events(told: list[_Event], begin_ns: int, end_ns: int, pid: int) -> l
             span = stack.pop()
             span["dur"] = max(0.0, at(ns) - span["ts"])
 
-    for event in sorted(told, key=lambda e: e.ns):
+    # A thread that was about to tell may do so after the end.
+    for event in sorted((e for e in told if e.ns <= end_ns), key=lambda e: e.ns):
         tid = tids.setdefault(event.lane, _free_number(event.lane.native_id, tids.values()))
         category = event.what.partition(" ")[0]
         common = {"name": event.what, "cat": category, "pid": pid, "tid": tid}
-        arguments = {} if event.place is None else {"at": _spelt(*event.place)}
-        key = event.lane, category
+        arguments: dict[str, Any] = {} if event.place is None else {"at": _spelt(*event.place)}
+        stack = open_.setdefault((event.lane, category), [])
         if event.phase == "instant":
             out.append({**common, "ph": "i", "s": "t", "ts": at(event.ns), "args": arguments})
-        elif event.phase == "begin":
-            stack = open_.setdefault(key, [])
+        elif event.phase == "end":
+            close(stack, event.depth, event.ns)
+        elif stack[event.depth :] and "begun_earlier" in stack[-1]["args"]:
+            stack[-1]["args"].update(arguments)  # found open while its thread was about to tell that it begins
+        else:
             close(stack, event.depth, event.ns)  # those whose end was not told
+            if event.phase == "open":
+                arguments["begun_earlier"] = True
             span: dict[str, Any] = {**common, "ph": "X", "ts": at(event.ns), "dur": 0.0, "args": arguments}
             out.append(span)
             stack.append(span)
-        elif key in open_:
-            close(open_[key], event.depth, event.ns)
-        else:
-            open_[key] = []
-            out.append({**common, "ph": "X", "ts": 0.0, "dur": at(event.ns), "args": {"began": "before the recording"}})
     for stack in open_.values():
         for span in stack:
             span["args"]["unfinished"] = True
