@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -314,6 +315,83 @@ def test_ctrl_c_while_the_file_is_written_loses_nothing(tmp_path: Path, monkeypa
     assert os.listdir(tmp_path) == ["race.json"]
 
 
+def test_all_that_stop_a_recording_at_once_find_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "race.json"
+    recording = fxsafe.record(path).start()
+    replace, calls = os.replace, 0
+    tasks: list[Task] = []
+
+    def in_the_middle(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            tasks.extend(Task(lambda: (recording.stop(), path.read_text())) for _ in range(8))
+            recording.stop()  # as a signal handler may
+        replace(*arguments)
+
+    monkeypatch.setattr(os, "replace", in_the_middle)
+    recording.stop()
+    for task in tasks:
+        assert json.loads(task.result()[1])
+    assert calls == 2
+    assert os.listdir(tmp_path) == ["race.json"]
+    path.unlink()
+    recording.stop()
+    assert not path.exists()
+
+
+def test_a_path_is_meant_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with fxsafe.record("race.json"):
+        monkeypatch.chdir("elsewhere")
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "race.json"]
+    assert os.listdir() == []
+
+
+def test_a_link_stays_a_link_and_a_file_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    real, link = tmp_path / "real" / "race.json", tmp_path / "link.json"
+    real.touch(0o600)
+    link.symlink_to(real)
+    with fxsafe.record(link):
+        pass
+    assert link.is_symlink()
+    assert stat.S_IMODE(real.stat().st_mode) == 0o600
+    assert spans(real, "trace") == []
+    assert os.listdir(real.parent) == ["race.json"]
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = Task(pipe.read_text)
+    with fxsafe.record(pipe):
+        pass
+    assert json.loads(reader.result())["traceEvents"]
+    assert pipe.is_fifo()
+
+
+class PathLike:
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+
+@pytest.mark.parametrize("path", [b"race.json", 3, None, PathLike(b"race.json"), PathLike(3)])
+def test_a_path_that_is_none_is_refused_at_once(path: Any) -> None:
+    with pytest.raises(fxsafe.FxsafeError, match=f"not {type(path).__name__}"):
+        fxsafe.record(path)
+
+
+def test_a_path_like_object_will_do(tmp_path: Path) -> None:
+    with fxsafe.record(PathLike(str(tmp_path / "race.json"))):
+        pass
+    assert spans(tmp_path / "race.json", "trace") == []
+
+
 def test_a_directory_that_is_missing_is_said_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(fxsafe.FxsafeError, match="is no directory that can be written"):
         fxsafe.record(tmp_path / "no" / "race.json").start()
@@ -508,7 +586,7 @@ def test_results_are_the_same_bits_while_everything_watches(tmp_path: Path) -> N
     assert code == torch.fx.symbolic_trace(double_plus_one).code
 
 
-@pytest.mark.parametrize("path", ["", "."])
+@pytest.mark.parametrize("path", ["", ".", "missing/"])
 def test_a_path_that_is_no_file_is_refused_at_once(path: str) -> None:
     with pytest.raises(fxsafe.FxsafeError, match="names no file"):
         fxsafe.record(path).start()

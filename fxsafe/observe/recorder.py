@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
+import stat
 import sys
 import threading
 import time
@@ -70,14 +72,19 @@ class Recording:
     """Made by ``record``; a context manager, or ``start()`` and ``stop()``.
 
     The file is written by ``stop()``, whatever ended the block, at the latest when the interpreter ends. It appears
-    whole or not at all.
+    whole or not at all, with the mode of the one that stood there; a device or a pipe is written to.
+
+    Raises:
+        FxsafeError: the path is neither a ``str`` nor an ``os.PathLike`` that stands for one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
+        self.path = _named(path)
+        self._file = _resolved(self.path)
         self._events: list[_Event] = []
         self._open: list[_Event] = []
         self._threads = threading.local()
+        self._writing = threading.RLock()  # what is done under it takes no other lock
         self._state = "new"
         self._pid = self._from = self._to = 0
         self._began_at = 0.0
@@ -85,16 +92,19 @@ class Recording:
     def start(self) -> Recording:
         """
         Raises:
-            FxsafeError: it was started before, its path is that of a directory, or its directory does not exist or
-                cannot be written.
+            FxsafeError: it was started before, its path is that of a directory, or it or its directory does not exist
+                or cannot be written.
         """
         if self._state != "new":
             raise FxsafeError("a recording is started once; make another with fxsafe.record()")
-        directory = os.path.dirname(os.path.abspath(self.path))
-        if not os.path.isdir(directory) or not os.access(directory, os.W_OK):
-            raise FxsafeError(f"fxsafe.record({self.path!r}): {directory} is no directory that can be written")
-        if not self.path or os.path.isdir(self.path):
+        if not os.path.basename(self.path) or os.path.isdir(self._file):
             raise FxsafeError(f"fxsafe.record({self.path!r}) names no file; write fxsafe.record('race.json')")
+        directory = os.path.dirname(self._file)
+        if _is_special(self._file):
+            if not os.access(self._file, os.W_OK):
+                raise FxsafeError(f"fxsafe.record({self.path!r}): {self._file} cannot be written to")
+        elif not os.path.isdir(directory) or not os.access(directory, os.W_OK):
+            raise FxsafeError(f"fxsafe.record({self.path!r}): {directory} is no directory that can be written")
         self._pid = os.getpid()
         self._state = "running"
         atexit.register(self.stop)
@@ -107,27 +117,24 @@ class Recording:
     def stop(self) -> None:
         """Write the file. Does nothing the second time, and in a forked child, whose parent records.
 
+        When it returns the file is there, whoever writes it.
+
         Raises:
             OSError: the file cannot be written; ``stop`` can be called again.
         """
-        if self._state not in ("running", "stopped") or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return
-        if self._state == "running":
-            with traces.lock:
+        with traces.lock:
+            if self._state == "running":
                 events.unlisten(self)
-            self._to = time.perf_counter_ns()
-            self._state = "stopped"
-        try:
-            self._write()
-        except KeyboardInterrupt:
-            self._write()  # what was recorded is not lost by it
-            self._done()
-            raise
-        self._done()
-
-    def _done(self) -> None:
-        self._state = "written"
-        atexit.unregister(self.stop)
+                self._to = time.perf_counter_ns()
+                self._state = "stopped"
+        if self._state == "stopped":
+            try:
+                self._write()
+            except KeyboardInterrupt:
+                self._write()  # what was recorded is not lost by it
+                raise
 
     def __enter__(self) -> Recording:
         return self.start()
@@ -156,15 +163,57 @@ class Recording:
             "displayTimeUnit": "ms",
             "otherData": {"began_at": self._began_at, **_circumstances()},
         }
-        beside = f"{self.path}.{self._pid}.new"
-        try:
-            with open(beside, "w", encoding="utf-8") as stream:
-                json.dump(content, stream)
-            os.replace(beside, self.path)
-        except BaseException:
-            if os.path.exists(beside):
-                os.unlink(beside)
-            raise
+        with self._writing:
+            if self._state == "stopped":
+                _put(self._file, json.dumps(content))
+                self._state = "written"
+                atexit.unregister(self.stop)
+
+
+# For the names of files that are not whole: a signal handler may stop what is being stopped.
+_numbers = itertools.count()
+
+
+def _named(path: Any) -> str:
+    try:
+        name = os.fspath(path)
+    except TypeError:
+        name = None
+    if not isinstance(name, str):
+        raise FxsafeError(
+            f"fxsafe.record() takes a path as a str or an os.PathLike of one, not {type(path).__name__}; write "
+            "fxsafe.record('race.json')"
+        )
+    return name
+
+
+def _is_special(path: str) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
+def _resolved(path: str) -> str:
+    """As the path is meant now: the program may change its directory."""
+    # What /dev/stdout links to may have no name that can be opened.
+    return os.path.abspath(path) if _is_special(path) else os.path.realpath(path)
+
+
+def _put(path: str, text: str) -> None:
+    """Write the file beside and rename it: whoever reads finds the old one or the new one."""
+    if _is_special(path):
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        return
+    beside = f"{path}.{os.getpid()}-{next(_numbers)}.new"
+    try:
+        with open(beside, "w", encoding="utf-8") as stream:
+            if os.path.exists(path):
+                os.chmod(beside, stat.S_IMODE(os.stat(path).st_mode))
+            stream.write(text)
+        os.replace(beside, path)
+    except BaseException:
+        if os.path.exists(beside):
+            os.unlink(beside)
+        raise
 
 
 def record(path: str | os.PathLike[str]) -> Recording:
@@ -174,7 +223,8 @@ def record(path: str | os.PathLike[str]) -> Recording:
     ``recording.stop()``. What is recorded is what the patches see: without ``install()`` there is nothing.
 
     Args:
-        path: of the file to write; one that stands there is replaced when the recording stops.
+        path: of the file to write, as the current directory has it now; one that stands there is replaced when the
+            recording stops.
     """
     return Recording(path)
 
