@@ -518,6 +518,23 @@ def test_a_report_is_repeated_when_the_time_has_doubled_only() -> None:
     assert dog.look(200.0) == []
 
 
+def test_a_stderr_that_raises_does_not_end_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raises:
+        calls, again = 0, threading.Event()
+
+        def write(self, text: str) -> None:
+            self.calls += 1
+            if self.calls == 2:
+                self.again.set()
+            raise RuntimeError("a stream of the program's own")
+
+    stream = Raises()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with fxsafe.install(stall_after=0.05), trace_elsewhere():
+        assert stream.again.wait(SOON_S)
+        assert len(watchdogs()) == 1
+
+
 def test_the_thread_exists_only_while_it_is_asked_for() -> None:
     with fxsafe.install():
         assert not watchdogs()

@@ -103,7 +103,7 @@ def _say(text: str) -> None:
         try:
             stream.write(text)
             stream.flush()
-        except (OSError, ValueError):  # closed
+        except Exception:  # closed, or whatever a stream of the program's own raises: the next report may get through
             pass
 
 
