@@ -305,9 +305,12 @@ def _stall_bound(stall_after: float | None) -> float | None:
             value = float(text)
         except ValueError:
             raise FxsafeError(f"{where} is a number of seconds, not {text!r}") from None
-    if not isinstance(value, (int, float)) or not value > 0:
-        raise FxsafeError(f"{where} is a number of seconds above 0, not {value!r}")
-    return float(value)
+    try:
+        if isinstance(value, (int, float)) and value > 0:
+            return float(value)
+    except OverflowError:  # and repr may refuse so long an integer
+        raise FxsafeError(f"{where} is a number of seconds above 0 that a float can hold") from None
+    raise FxsafeError(f"{where} is a number of seconds above 0, not {value!r}")
 
 
 def _watch() -> None:

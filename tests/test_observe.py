@@ -566,7 +566,11 @@ def test_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fxsafe.is_installed()
 
 
-@pytest.mark.parametrize("value", [0, -1, float("nan"), "60"])
+_HUGE = pytest.param(10**400, id="10**400")
+_LONG = pytest.param(10**5000, id="10**5000")  # which repr refuses
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), "60", _HUGE, _LONG])
 def test_a_bound_that_is_none_is_refused(value: Any) -> None:
     with pytest.raises(fxsafe.FxsafeError, match=r"install\(stall_after=\.\.\.\) is a number of seconds above 0"):
         fxsafe.install(stall_after=value)
