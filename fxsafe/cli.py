@@ -178,7 +178,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--strict", action="store_true", help="refuse to run on a torch that a patch does not know")
     info = add("info", "show what fxsafe does to the installed torch", "Show each patch and its status on this torch.")
-    info.add_argument("--verbose", action="store_true", help="with the places it changes and upstream's links")
+    info.add_argument(
+        "--verbose", action="store_true", help="with the places it changes, upstream's links and its counters"
+    )
     doctor = add("doctor", "try the known faults on the installed torch", _DOCTOR_HELP)
     doctor.add_argument(
         "--timeout", type=_positive, default=120.0, metavar="S", help="seconds for one try; default: 120"
@@ -273,8 +275,11 @@ def _block(record: Mapping[str, Any], summary: str, verbose: bool) -> str:
     width = shutil.get_terminal_size((110, 24)).columns
     head = f"{record['name']:<21}{record['status']:<12}"
     lines = _wrapped(head, _plain(record["reason"]) or summary, width)
-    for key in ("target", "upstream") if verbose else ():
-        if text := _plain(record.get(key)):
+    more = {key: record[key] for key in ("target", "upstream")} if verbose else {}
+    if verbose:
+        more["counters"] = {name: count for name, count in record["counters"].items() if count}
+    for key, value in more.items():
+        if text := _plain(value):
             lines += _wrapped(" " * 21 + f"{key + ':':<12}", text, width)
     return "\n".join(lines)
 

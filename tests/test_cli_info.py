@@ -54,6 +54,23 @@ def test_who_asks_for_more_sees_the_places_and_the_links() -> None:
     assert "upstream:   https://github.com/pytorch/pytorch/" in done.stdout
 
 
+def test_who_asks_for_more_sees_the_counters_that_are_not_0() -> None:
+    program = """
+import torch, fxsafe
+from fxsafe.cli import main
+fxsafe.install()
+torch.fx.symbolic_trace(torch.nn.ReLU())
+main(["info"])
+print("MORE")
+main(["info", "--verbose"])
+"""
+    less, _, more = fxsafe(code=program).stdout.partition("MORE")
+    assert "counters:" not in less
+    active = more.count("active  ")
+    assert more.count("counters:   traces 1, most_traces_at_once 1") == more.count("counters:") == active > 0
+    assert "waits" not in more
+
+
 def test_the_fix_decides_what_is_active() -> None:
     status = {
         record["name"]: record["status"]
