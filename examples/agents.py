@@ -64,7 +64,7 @@ def main() -> int:
             try:
                 outcomes["right" if tool(power) == right[power] else "another model's numbers"] += 1
             except Exception as error:
-                outcomes[f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"] += 1
+                outcomes[f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"] += 1
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(agent, range(6)))

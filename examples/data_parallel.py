@@ -98,7 +98,7 @@ def main() -> int:
                 good = torch.allclose(apply(x), right, atol=1e-6)
                 outcomes["right" if good else "wrong"] += 1
             except Exception as error:
-                outcomes[f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"] += 1
+                outcomes[f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"] += 1
     finally:
         stop.set()
         tracer.join()

@@ -69,7 +69,7 @@ def main() -> int:
                 loss = trainers[seed].train().training_loss
                 outcomes[seed] = f"trained, loss {loss:.4f}"
             except Exception as error:
-                outcomes[seed] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+                outcomes[seed] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
 
         def traces() -> None:
             module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
