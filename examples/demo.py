@@ -33,7 +33,7 @@ inside.wait(30)
 try:
     print("the warm call", "gives the right result" if torch.equal(compiled(x), expected) else "GIVES A WRONG RESULT")
 except RuntimeError as error:
-    print("the warm call FAILS:", str(error).partition("\n")[0])
+    print("the warm call FAILS:", str(error).splitlines()[0])
 finally:
     let_out.set()
     tracing.join()
