@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support import ROOT, python
+from support import FLAG_IS_GLOBAL, ROOT, python
 
 SCRIPTS = ("data_parallel", "agents")
 # Run by tests/recipes; with what they need.
@@ -23,6 +23,14 @@ WITH_LIBRARIES = {
 def test_a_recipe_works(name: str) -> None:
     done = python(str(ROOT / "examples" / f"{name}.py"), env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_demo_shows_the_fault_and_its_absence_with_each_fix() -> None:
+    done = python(str(ROOT / "examples" / "demo.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain, *fixed = done.stdout.splitlines()[1:]
+    assert ("the warm call FAILS" in plain) == FLAG_IS_GLOBAL
+    assert [line.partition("the warm call ")[2] for line in fixed] == ["gives the right result"] * 2
 
 
 def test_the_timeline_of_the_picture(tmp_path: Path) -> None:
