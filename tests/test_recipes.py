@@ -39,7 +39,8 @@ def test_the_timeline_of_the_picture(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     events = json.loads(file.read_text())["traceEvents"]
     lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert lanes >= {"symbolic_trace", "make_fx", "server", "compile aot_eager", "compile eager"}
+    refused = {"server"} if FLAG_IS_GLOBAL else set()  # its lane is of calls that torch would have refused
+    assert lanes >= {"symbolic_trace", "make_fx", "compile aot_eager", "compile eager"} | refused
     assert {"trace", "compile"} <= {event["name"] for event in events}
 
 
