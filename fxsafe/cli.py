@@ -275,12 +275,11 @@ def _block(record: Mapping[str, Any], summary: str, verbose: bool) -> str:
     width = shutil.get_terminal_size((110, 24)).columns
     head = f"{record['name']:<21}{record['status']:<12}"
     lines = _wrapped(head, _plain(record["reason"]) or summary, width)
-    more = {key: record[key] for key in ("target", "upstream")} if verbose else {}
     if verbose:
-        more["counters"] = {name: count for name, count in record["counters"].items() if count}
-    for key, value in more.items():
-        if text := _plain(value):
-            lines += _wrapped(" " * 21 + f"{key + ':':<12}", text, width)
+        counters = {name: count for name, count in record["counters"].items() if count}
+        for key, value in (("target", record["target"]), ("upstream", record["upstream"]), ("counters", counters)):
+            if text := _plain(value):
+                lines += _wrapped(" " * 21 + f"{key + ':':<12}", text, width)
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from fxsafe.dflash.errors import SettingsError
 from fxsafe.dflash.stress.plan import MODES, Mode, Plan, modes_of
 from fxsafe.dflash.stress.report import draw, require_picture, summary, table
+from fxsafe.dflash.stress.runner import fit_for_forking, run_modes
 
 __all__ = ["stress"]
 
@@ -51,8 +52,6 @@ def stress(options: Any) -> int:
 
     title = f"torch {torch.__version__}, {plan.threads} drafters on {', '.join(plan.devices)}, {plan.backend}"
     print(f"{title}: {len(modes)} modes x {plan.starts} cold starts x {plan.seconds:.1f} s", flush=True)
-    from fxsafe.dflash.stress.runner import run_modes
-
     rows: list[dict[str, Any]] = []
     interrupted = False
     try:
@@ -185,9 +184,11 @@ def plan_of(options: Any, modes: tuple[Mode, ...] = MODES) -> Plan:
 
 
 def _require_there(devices: Sequence[str], backend: str) -> None:
-    import torch
-    import torch._dynamo
+    with fit_for_forking():
+        import torch
+        import torch._dynamo
 
+        backends = torch._dynamo.list_backends(None)
     for name in devices:
         try:
             device = torch.device(name)
@@ -197,5 +198,5 @@ def _require_there(devices: Sequence[str], backend: str) -> None:
             raise SettingsError(f"--devices {name}: the load knows cpu and cuda")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise SettingsError(f"--devices {name}: this machine has {torch.cuda.device_count()} CUDA devices")
-    if backend not in torch._dynamo.list_backends(None):
+    if backend not in backends:
         raise SettingsError(f"--backend {backend}: torch.compile has no such backend")

@@ -24,30 +24,36 @@ from typing import Any, BinaryIO
 from fxsafe.dflash.errors import DFlashError
 from fxsafe.dflash.stress.plan import Mode, Plan, modes_of
 
-__all__ = ["import_all", "run_at_once", "run_mode", "run_modes"]
+__all__ = ["fit_for_forking", "import_all", "run_at_once", "run_mode", "run_modes"]
 
 # A process that was asked for its stacks writes them in C, at once; this is for a machine that is very busy.
 _DUMP_S = 5.0
 
 
-def import_all() -> None:
-    """Everything that a start uses, so that no start's time has imports in it."""
+@contextlib.contextmanager
+def fit_for_forking() -> Iterator[None]:
+    """For imports in a process whose children are to use the GPU and to compile."""
     # A process that asked the driver itself could not fork children that use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Nor may Inductor's pool of compile workers begin here: children would share it.
     before = os.environ.get("TORCH_WARM_POOL")
     os.environ["TORCH_WARM_POOL"] = "0"
-    import torch._dynamo
-    import torch._functorch.aot_autograd
-    import torch._inductor.compile_fx
-    import torch.nn.attention.flex_attention  # noqa: F401
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    import fxsafe.dflash.stress.start  # noqa: F401
-
+    yield
     del os.environ["TORCH_WARM_POOL"]
     if before is not None:
         os.environ["TORCH_WARM_POOL"] = before
+
+
+def import_all() -> None:
+    """Everything that a start uses, so that no start's time has imports in it."""
+    with fit_for_forking():
+        import torch._dynamo
+        import torch._functorch.aot_autograd
+        import torch._inductor.compile_fx
+        import torch.nn.attention.flex_attention  # noqa: F401
+        import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+        import fxsafe.dflash.stress.start  # noqa: F401
 
 
 @dataclasses.dataclass(slots=True)
