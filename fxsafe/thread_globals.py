@@ -30,8 +30,8 @@ from fxsafe.observe import threads
 from fxsafe.shapes import ShapeError, uses_of_globals
 
 __all__ = [
-    "GATE",
     "PLACEHOLDER",
+    "Gated",
     "Inline",
     "Marked",
     "Rewrite",
@@ -42,6 +42,7 @@ __all__ = [
     "kept_state",
     "lines_of",
     "nested",
+    "properties_of",
     "require_complete",
     "rewritten",
     "uses_global",
@@ -49,7 +50,7 @@ __all__ = [
 
 PLACEHOLDER = "<fxsafe state>"
 # Names that torch has nowhere: they mark what is ours in a rewritten body.
-_NOW, _VALUES, _BEGUN, _BUSY, GATE = (f"_fxsafe_{name}" for name in ("now", "values", "begun", "busy", "gate"))
+_NOW, _VALUES, _BEGUN, _GATE = (f"_fxsafe_{name}" for name in ("now", "values", "begun", "gate"))
 _CLOSING_LINES = 20
 _FUTURE = 0
 for _feature in __future__.all_feature_names:
@@ -66,6 +67,16 @@ class ThreadGlobals(threading.local):
         """
         self._fxsafe_values: dict[str, Any] = {name: make() for name, make in initial.items()}
 
+    def _fxsafe_move_in(self, here: dict[str, Any], *, known: bool) -> None:
+        """Makes the module's globals ``here`` the calling thread's values.
+
+        Args:
+            known: whether they first get the values that the thread has.
+        """
+        if known and self._fxsafe_values is not here:
+            here.update(self._fxsafe_values)
+        self._fxsafe_values = here
+
 
 class Kept:
     """Where changed code finds the values of some globals: one object for the length of the process.
@@ -78,9 +89,8 @@ class Kept:
     It is an edit that comes before all that use it.
     """
 
-    __slots__ = ("_fxsafe_busy", "_fxsafe_now", "_make", "target")
+    __slots__ = ("_fxsafe_now", "_make", "target")
     _fxsafe_now: ThreadGlobals
-    _fxsafe_busy: set[int]
 
     def __init__(self, target: str, make: Callable[[], ThreadGlobals]) -> None:
         self.target = target
@@ -144,6 +154,11 @@ def _property_of(state: Kept, name: str) -> property:
     return property(read, write)
 
 
+def properties_of(state: Kept, names: Iterable[str]) -> dict[str, property]:
+    """Properties of a module that read and write the values of the calling thread."""
+    return {name: _property_of(state, name) for name in names}
+
+
 def functions_of(module: ModuleType) -> Iterator[FunctionType]:
     """The functions that the module defines: its own globals and class attributes, below decorators."""
 
@@ -197,17 +212,24 @@ class Marked(ast.NodeTransformer):
 class Rewrite(Marked):
     """Puts an attribute of the state in the place of each of the names, as a global."""
 
-    def __init__(self, names: frozenset[str], *, kept: bool = False, block: bool = False, flags: bool = False) -> None:
+    def __init__(
+        self,
+        names: frozenset[str],
+        *,
+        kept: bool = False,
+        block: bool = False,
+        marks: frozenset[str] = frozenset(),
+    ) -> None:
         """
         Args:
             kept: the state is a ``Kept``, and the names are keys of its values.
-            flags: the names are flags of which ``isolate`` was told who has set one.
+            marks: see ``isolate``.
             block: the function is a generator that may go on in another thread; it then keeps the first one's values.
         """
         self._names = names
         self._kept = kept
         self._block = block
-        self._flags = flags
+        self._marks = marks
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -229,9 +251,8 @@ class Rewrite(Marked):
             place: ast.expr = ast.Subscript(values, ast.Constant(node.id), node.ctx)
         else:
             place = ast.Attribute(state, node.id, node.ctx)
-        if self._flags and isinstance(node.ctx, ast.Load):
-            somebody = ast.BoolOp(ast.Or(), [ast.Attribute(state, _BUSY, ast.Load()), node])
-            place = ast.IfExp(somebody, place, node)
+        if node.id in self._marks and isinstance(node.ctx, ast.Load):
+            place = ast.IfExp(node, place, node)
         for part in ast.walk(place):
             ast.copy_location(part, node)
         return place
@@ -239,6 +260,19 @@ class Rewrite(Marked):
     def visit_Global(self, node: ast.Global) -> ast.AST:
         kept = [name for name in node.names if name not in self._names]
         return ast.copy_location(ast.Global(kept) if kept else ast.Pass(), node)
+
+
+class Gated(Marked):
+    """Puts a call of the state's gate before the first statement of the function."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        first = node.body[0]
+        at = int(isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant))  # after the docstring
+        call = ast.Expr(ast.Call(ast.Attribute(ast.Constant(PLACEHOLDER), _GATE, ast.Load()), [], []))
+        for part in ast.walk(call):
+            ast.copy_location(part, first)
+        node.body.insert(at, call)
+        return node
 
 
 def lines_of(code: CodeType) -> range:
@@ -315,7 +349,7 @@ def _gist(code: CodeType) -> tuple[object, ...]:
     """
     texts = {const for const in code.co_consts if isinstance(const, str)}
     return (
-        frozenset({*code.co_names, *texts} - {_NOW, _VALUES, _BEGUN, _BUSY, GATE, PLACEHOLDER}),
+        frozenset({*code.co_names, *texts} - {_NOW, _VALUES, _BEGUN, _GATE, PLACEHOLDER}),
         tuple(name for name in code.co_varnames if name != _NOW),
         code.co_freevars,
         code.co_cellvars,
@@ -395,7 +429,8 @@ def isolate(
     home: bool = True,
     known: bool = False,
     blocks: frozenset[str] = frozenset(),
-    busy: set[int] | None = None,
+    properties: Edit | None = None,
+    marks: frozenset[str] = frozenset(),
 ) -> list[Edit]:
     """Edits that give every thread its own value of some globals of ``module``.
 
@@ -408,8 +443,8 @@ def isolate(
         known: whether they first get the values that the state makes for this thread, because what they hold may be
             another thread's.
         blocks: context managers for users, whose block may be left in another thread.
-        busy: for flags: threads that have set one, but for the one at home. While there is none, a reader reads the
-            global, as it did before; a compiled call may ask some of these flags four times.
+        properties: for other modules, in place of properties that are always there.
+        marks: flags whose global is true while any thread's flag is. While it is not, a reader reads it as before.
 
     Raises:
         ShapeError: the module does not have these globals or functions, or uses the globals in a place that cannot
@@ -419,8 +454,6 @@ def isolate(
     if missing:
         raise ShapeError(f"{module.__name__} has no global {sorted(missing)}")
     frame_hider()(Kept._fxsafe_begun, _Begun.__init__, vars(_Begun)[_VALUES].fget)
-    if busy is not None:
-        state._fxsafe_busy = busy
     edits: list[Edit] = [state]
     found: dict[str, range] = {}
     for function in functions_of(module):
@@ -431,7 +464,7 @@ def isolate(
         shadowed = names & {name for c in codes for name in (*c.co_varnames, *c.co_cellvars, *c.co_freevars)}
         if shadowed:
             raise ShapeError(f"{where} has local variables {sorted(shadowed)}")
-        change = Rewrite(names, kept=True, block=function.__name__ in blocks, flags=busy is not None)
+        change = Rewrite(names, kept=True, block=function.__name__ in blocks, marks=marks)
         edits.append(CodeSwap(where, function, rewritten(where, function, change, state)))
         if function.__name__ not in known_to_dynamo:
             seen = vars(module).get(function.__name__)
@@ -441,8 +474,10 @@ def isolate(
     if not users <= found.keys():
         raise ShapeError(f"{module.__name__}: {sorted(users - found.keys())} no longer use {sorted(names)}")
     require_complete(module, names, found)
-    if by_attribute:
-        edits.append(ModuleProperties(module.__name__, module, {name: _property_of(state, name) for name in names}))
+    if properties is not None:
+        edits.append(properties)
+    elif by_attribute:
+        edits.append(ModuleProperties(module.__name__, module, properties_of(state, names)))
     if home:
         edits.append(_Home(state, module, known=known))
     return edits
@@ -462,10 +497,7 @@ class _Home:
         self._known = known
 
     def apply(self) -> None:
-        if self._known:
-            self.move_in()
-        else:
-            self._state.now._fxsafe_values = self._globals
+        self._state.now._fxsafe_move_in(self._globals, known=self._known)
         _homes.add(self)
 
     def undo(self) -> bool:
@@ -473,11 +505,7 @@ class _Home:
         return True
 
     def move_in(self) -> None:
-        """The calling thread's values become the globals."""
-        here = self._state.now
-        if here._fxsafe_values is not self._globals:
-            self._globals.update(here._fxsafe_values)
-            here._fxsafe_values = self._globals
+        self._state.now._fxsafe_move_in(self._globals, known=True)
 
 
 _homes: set[_Home] = set()

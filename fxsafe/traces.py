@@ -8,7 +8,6 @@ and so is what torch does around its traces: ``make_fx``, an export, a compile. 
 
 from __future__ import annotations
 
-import ast
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from fxsafe.edits import CodeSwap, CodeWrap, Edit, body_below, copy_function
 from fxsafe.errors import FxsafeError
 from fxsafe.observe import events, threads
 from fxsafe.shapes import ShapeError, own_function, shape_of
-from fxsafe.thread_globals import GATE, PLACEHOLDER, Marked, rewritten
+from fxsafe.thread_globals import Gated, rewritten
 
 __all__ = [
     "CONVERT_FRAME",
@@ -376,19 +375,6 @@ def register_edit(module: ModuleType) -> Edit:
     return CodeWrap(f"{FX}.Tracer.trace", function, _registered, wrap)  # type: ignore[arg-type]
 
 
-class _Gated(Marked):
-    """Puts a call of the state's gate before the first statement of the function."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        first = node.body[0]
-        at = int(isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant))  # after the docstring
-        call = ast.Expr(ast.Call(ast.Attribute(ast.Constant(PLACEHOLDER), GATE, ast.Load()), [], []))
-        for part in ast.walk(call):
-            ast.copy_location(part, first)
-        node.body.insert(at, call)
-        return node
-
-
 class _Gates:
     _fxsafe_gate = staticmethod(gate)
 
@@ -412,7 +398,7 @@ def gates(there: Iterable[str]) -> Iterator[Edit]:
             continue
         try:
             function = own_function(owner, name)
-            code = rewritten(target, function, _Gated(), _Gates)
+            code = rewritten(target, function, Gated(), _Gates)
         except ShapeError:
             continue
         yield CodeSwap(target, function, code)

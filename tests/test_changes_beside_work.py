@@ -451,16 +451,22 @@ def test_a_compiling_context_that_another_thread_was_inside_leaves_nothing() -> 
     assert not Task(torch.compiler.is_compiling).result()
 
 
+@pytest.mark.skipif(RELEASE < (2, 7), reason="not by this name before 2.7")
 def test_an_installation_knows_nothing_of_who_compiled_during_the_one_before() -> None:
-    from fxsafe.patches.compiling_flags import _compiling
+    from torch._export.utils import _compiling_state_context
 
-    with fxsafe.install():
-        Task(lambda: setattr(torch.compiler, "_is_compiling_flag", True)).result()
-        assert _compiling
-    with fxsafe.install():
-        assert not _compiling
+    flags, plain = vars(torch.compiler), type(torch.compiler)
+    with fxsafe.install() as handle, inside_elsewhere(_compiling_state_context):
+        assert flags["_is_compiling_flag"]
+        assert type(torch.compiler) is not plain
+        handle.uninstall()
+        assert not flags["_is_compiling_flag"]
+        with fxsafe.install():
+            assert not flags["_is_compiling_flag"]
+            assert type(torch.compiler) is plain
 
 
+@pytest.mark.skipif(RELEASE < (2, 7), reason="not by this name before 2.7")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_child_forked_beside_the_installing_threads_block_is_outside_of_it() -> None:
     program(
@@ -471,7 +477,8 @@ def test_a_child_forked_beside_the_installing_threads_block_is_outside_of_it() -
         import fxsafe
 
         handle = fxsafe.install()
-        torch.compiler._is_compiling_flag = True
+        export = torch._export.utils._compiling_state_context()
+        export.__enter__()
         block = tb.preserve_node_meta()
         block.__enter__()
 

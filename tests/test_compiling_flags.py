@@ -3,19 +3,23 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch._export.utils
 import torch.fx._symbolic_trace as st
 from locks_support import applied
-from support import FLAG_IS_GLOBAL, SOON_S, Task, trace_elsewhere
+from support import FLAG_IS_GLOBAL, RELEASE, SOON_S, Task, trace_elsewhere
 from torch import nn
 
 COMPILES_ARE_SESSIONS = hasattr(torch.compiler, "_compile_session_context")
 NAMES = [
     n for n in ("_is_compiling_flag", "_is_exporting_flag", "_is_non_strict_tracing_flag") if hasattr(torch.compiler, n)
 ]
+ALWAYS_ISOLATED = RELEASE < (2, 7)
+SET_BY_EXPORT = NAMES[:2]
 OURS = ("tracing-flag", "compiling-flags") if FLAG_IS_GLOBAL else ("compiling-flags",)
 X = torch.ones(2)
 
@@ -72,7 +76,11 @@ def compile_(held: Held) -> Any:
         held.forward(X)  # not by a call of the module, which a trace elsewhere would break
         return graph.forward
 
-    return torch.compile(lambda x: x + 1, backend=backend)(X)
+    def add_one(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    add_one.__code__ = add_one.__code__.replace()  # Dynamo compiles one code object eight times at most
+    return torch.compile(add_one, backend=backend)(X)
 
 
 @pytest.mark.parametrize("call", [export, compile_])
@@ -96,24 +104,29 @@ def test_only_the_thread_that_compiles_or_exports_says_so(call: Any) -> None:
 def overlap() -> list[bool]:
     first, second = Held(), Held()
     with contextlib.ExitStack() as one:
-        one.enter_context(flags_set_elsewhere(first))
-        with flags_set_elsewhere(second):
+        one.enter_context(elsewhere(inside_an_exports_flags, first))
+        with elsewhere(inside_an_exports_flags, second):
             one.close()
-    return [getattr(torch.compiler, name) for name in NAMES]
+    return [getattr(torch.compiler, name) for name in SET_BY_EXPORT]
+
+
+def inside_an_exports_flags(held: Held) -> None:
+    with exports_flags():
+        held(X)
 
 
 @contextlib.contextmanager
-def flags_set_elsewhere(held: Held) -> Iterator[None]:
-    def save_set_restore(held: Held) -> None:
-        old = [getattr(torch.compiler, name) for name in NAMES]
-        for name in NAMES:
-            setattr(torch.compiler, name, True)
-        held(X)
-        for name, value in zip(NAMES, old, strict=True):
-            setattr(torch.compiler, name, value)
+def set_by_attribute() -> Iterator[None]:
+    """What an export did up to torch 2.6, and what others do."""
+    old = [getattr(torch.compiler, name) for name in SET_BY_EXPORT]
+    for name in SET_BY_EXPORT:
+        setattr(torch.compiler, name, True)
+    yield
+    for name, value in zip(SET_BY_EXPORT, old, strict=True):
+        setattr(torch.compiler, name, value)
 
-    with elsewhere(save_set_restore, held):
-        yield
+
+exports_flags = getattr(torch._export.utils, "_compiling_state_context", set_by_attribute)
 
 
 def test_overlapping_exports_leave_no_flag_set() -> None:
@@ -125,6 +138,64 @@ def test_overlapping_exports_leave_no_flag_set() -> None:
     with applied(*OURS):
         assert not any(overlap())
     assert not any(vars(torch.compiler)[name] for name in NAMES)
+
+
+def inside_flags_set_by_attribute(held: Held) -> None:
+    with set_by_attribute():
+        held(X)
+        held.seen.append([getattr(torch.compiler, name) for name in SET_BY_EXPORT])
+
+
+def test_a_flag_that_others_set_by_attribute_stays_set_for_them_whatever_begins_beside_it() -> None:
+    """Alone, it is set for everybody, as on plain torch; beside an export or a compile, for the thread that sets it."""
+    with applied(*OURS):
+        for exporting_first in (False, True):
+            third, exporter = Held(), Held()
+            held = [(inside_flags_set_by_attribute, third), (export, exporter)]
+            with contextlib.ExitStack() as stack:
+                for call, of in reversed(held) if exporting_first else held:
+                    stack.enter_context(elsewhere(call, of))
+                assert Task(torch.compiler.is_compiling).result() is not (exporting_first or ALWAYS_ISOLATED)
+                assert torch.compiler._is_compiling_flag is torch.compiler.is_compiling()
+            assert third.seen[0][0] is exporter.seen[0][0] is True
+            assert third.seen[-1] == [True] * len(SET_BY_EXPORT)
+            assert not any(answers())
+            assert not any(Task(answers).result())
+            assert not any(vars(torch.compiler)[name] for name in NAMES)
+
+
+@pytest.mark.skipif(ALWAYS_ISOLATED, reason="up to torch 2.6 the module keeps its properties")
+@pytest.mark.parametrize("call", [export, compile_])
+def test_torch_compiler_is_a_plain_module_while_no_thread_compiles_or_exports(call: Any) -> None:
+    """A compiled call reads it four times, which is slower for any other class."""
+    with applied(*OURS):
+        assert type(torch.compiler) is ModuleType
+        with elsewhere(call, Held()):
+            assert (type(torch.compiler) is ModuleType) is (call is compile_ and not COMPILES_ARE_SESSIONS)
+        assert type(torch.compiler) is ModuleType
+        call_here = Held()
+        call_here.leave.set()
+        call(call_here)
+        assert type(torch.compiler) is ModuleType
+
+
+def test_code_that_asked_is_not_compiled_again_when_others_begin_and_end_to_compile() -> None:
+    compiles = []
+
+    def counting(graph: Any, example_inputs: Any) -> Any:
+        compiles.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=counting, fullgraph=True)
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if torch.compiler.is_compiling() else x - 1
+
+    with applied(*OURS):
+        assert torch.equal(asks(X), X + 1)
+        with elsewhere(export, Held()):
+            assert torch.equal(asks(X), X + 1)
+        assert torch.equal(asks(X), X + 1)
+    assert len(compiles) == 1
 
 
 def test_an_exception_in_an_export_leaves_no_flag_set() -> None:

@@ -7,7 +7,8 @@ tracing branch meanwhile, and two exports that overlap leave the flags set for e
 Upstream: none known. Releases: 2.5 to 2.15.
 
 Why this place is enough: the functions of ``torch.compiler`` change in place, so from-imports and Dynamo's rules, which
-are keyed by them, follow; everybody else goes through the module's attributes. Autograd stays in the calling thread
+are keyed by them, follow; everybody else goes through the module's attributes, which are properties while any thread
+has a flag set. Autograd stays in the calling thread
 while a thread compiles or traces with ``make_fx`` (the patches ``compile-lock`` and ``make-fx``), so no thread of
 autograd's has to know.
 
@@ -23,16 +24,17 @@ This file can be deleted when the oldest supported torch keeps these flags per t
 
 from __future__ import annotations
 
-from _thread import get_ident
+import functools
+import threading
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 from fxsafe.dynamo import frame_hider
-from fxsafe.edits import CodeWrap, Edit
+from fxsafe.edits import CodeSwap, CodeWrap, Edit, ModuleProperties
 from fxsafe.patches.base import Patch, Plan
 from fxsafe.shapes import ShapeError, own_function
-from fxsafe.thread_globals import ThreadGlobals, isolate, kept_state
+from fxsafe.thread_globals import Gated, Kept, ThreadGlobals, isolate, kept_state, properties_of, rewritten
 from fxsafe.traces import FX
 
 __all__ = ["PATCH"]
@@ -43,51 +45,157 @@ _SINCE: dict[str, str] = {
     "_is_exporting_flag": "is_exporting",  # 2.7
     "_is_non_strict_tracing_flag": "_is_non_strict_tracing",  # 2.12
 }
+EXPORT_UTILS = "torch._export.utils"
+_SETTER = "_compiling_state_context"
 _KNOWN_TO_DYNAMO = frozenset({"is_compiling", "is_exporting"})
+# Those whose global is set while any thread's flag is. Compiled code may have a guard on the third.
+_MARKS = frozenset({_COMPILING, "_is_exporting_flag"})
 _TRACING = "_is_fx_tracing_flag"
 _GUARD = "is_fx_symbolic_tracing"
 
 
-# Threads that compile or export, but for the one that installed, whose flag is the global. One that dies with its flag
-# set stays among them until its ident is used again.
-_compiling: set[int] = set()
-# The same for any of the flags.
-_busy: set[int] = set()
+class _Values:
+    """A thread's flags: those that it has set, which are true."""
 
+    def __init__(self) -> None:
+        self.flags: dict[str, Any] = {}
 
-class _Values(dict[str, Any]):
-    """A thread's flags, but not the installing one's, which are the globals.
-
-    Where a global was set at the installation, a thread that unsets what is not set for it was inside the block that
-    had set the global, and ends it.
-    """
-
-    def __init__(self, values: dict[str, Any], flags: dict[str, Any], was_set: frozenset[str]) -> None:
-        super().__init__(values)
-        self._flags = flags
-        self._was_set = was_set
+    def __getitem__(self, name: str) -> Any:
+        return self.flags.get(name) or _Session.anybody.otherwise(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name == _COMPILING:
-            (_compiling.add if value else _compiling.discard)(get_ident())
-        if name in self._was_set and not value and not self[name]:
-            self._flags[name] = value
-        if value:
-            _busy.add(get_ident())
-        super().__setitem__(name, value)
-        if not any(self.values()):
-            _busy.discard(get_ident())
+        _Session.anybody.set(self, name, value)
+
+
+class _Anybody(ModuleProperties):
+    """Properties for the flags while any thread has set one, and torch's globals, which are set while any thread's is.
+
+    A warm compiled call asks four times. An attribute of a module of any other class than ``ModuleType`` takes longer
+    to read, flag or function; and of all that a reader could ask first, the global that it has always read costs least.
+
+    The price: a flag that others set by attribute while no thread has set one is set for everybody, as on plain torch.
+    """
+
+    def __init__(self, compiler: ModuleType, state: Kept, names: frozenset[str], *, always: bool) -> None:
+        """
+        Args:
+            always: keep the properties all the time.
+        """
+        super().__init__(COMPILER, compiler, properties_of(state, names))
+        self._globals = vars(compiler)
+        self._names = names
+        self._always = always
+        self._applied = self._there = False
+        self._forget()
+
+    def _forget(self) -> None:
+        # Held for a few lines that call nobody; a signal handler may come back to it.
+        self._lock = threading.RLock()
+        # What compiles or exports. A thread that dies meanwhile stays here.
+        self._busy: set[_Values] = set()
+        self._home = _Values()
+        # Flags that were set by attribute while no thread had set one.
+        self._of_nobody: set[str] = set()
+        # Flags of home that were set when it moved in, perhaps by another thread, which will then unset it.
+        self._of_before: set[str] = set()
+
+    def apply(self) -> None:
+        self._forget()
+        self._applied = True
+        self._settle()
+
+    def undo(self) -> bool:
+        with self._lock:
+            if self._applied:
+                self._applied = False
+                for name in self._names if self._busy else ():
+                    self._globals[name] = name in self._home.flags or name in self._of_nobody
+            self._settle()
+            return not self._there
+
+    def move_in(self, home: _Values) -> None:
+        """The globals are the flags of this thread. Called before any other can set one, or in a forked child."""
+        self._forget()
+        self._home = home
+        self._of_before = {name for name in self._names if self._globals[name]}
+        for name in self._of_before:
+            self.set(home, name, self._globals[name])
+        self._settle()
+
+    def begin(self, values: _Values) -> None:
+        """These are about to be set, perhaps by attribute."""
+        with self._lock:
+            if not self._busy and self._applied:
+                self._settle(wanted=True)  # first: what others set by attribute from here on goes through the property
+                self._of_nobody = {name for name in self._names if self._globals[name]} - self._of_before
+            self._busy.add(values)
+
+    def otherwise(self, name: str) -> Any:
+        """A flag of a thread that has not set it."""
+        return self._globals[name] if name in self._of_nobody or not (self._busy and self._applied) else False
+
+    def set(self, values: _Values, name: str, value: Any) -> None:
+        with self._lock:
+            if not self._applied:  # the end of a block that was begun before
+                if values is self._home:
+                    self._globals[name] = value
+                return
+            if value:
+                busy = values in self._busy
+                self.begin(values)
+                if name in self._of_nobody and name not in values.flags:  # perhaps the end of a block inside theirs
+                    if not busy:
+                        self._busy.discard(values)
+                else:
+                    values.flags[name] = value
+            else:
+                ended = values
+                if name not in values.flags:
+                    self._of_nobody.discard(name)
+                    if name in self._of_before:
+                        ended = self._home
+                ended.flags.pop(name, None)
+                if ended is self._home:
+                    self._of_before.discard(name)
+                if not ended.flags:
+                    self._busy.discard(ended)
+            holders = self._busy if name in _MARKS else {self._home}
+            self._globals[name] = name in self._of_nobody or any(name in holder.flags for holder in holders)
+            self._settle()
+
+    def _settle(self, *, wanted: bool = False) -> None:
+        wanted = self._applied and (wanted or self._always or bool(self._busy))
+        if wanted and not self._there:
+            self._there = True
+            super().apply()
+        elif self._there and not wanted:
+            self._there = not super().undo()
+
+
+class _Session:
+    """Told that a thread begins to compile or export: ``torch._export.utils`` sets the flags by attribute."""
+
+    anybody: _Anybody
+    state: Kept
+
+    @staticmethod
+    def _fxsafe_gate() -> None:
+        _Session.anybody.begin(_Session.state.now._fxsafe_values)
+
+
+# One for the process: what Dynamo guards on holds the state, and that holds what makes the values.
+_anybody = functools.cache(_Anybody)
 
 
 class _Flags(ThreadGlobals):
-    def __init__(self, flags: dict[str, Any], names: frozenset[str], was_set: frozenset[str]) -> None:
-        """
-        Args:
-            flags: the globals of ``torch.compiler``.
-            was_set: those of the names that are set at the installation.
-        """
-        super().__init__(dict.fromkeys(names, bool))
-        self._fxsafe_values = _Values(self._fxsafe_values, flags, was_set)
+    def __init__(self) -> None:
+        self._fxsafe_values: Any = _Values()
+
+    def _fxsafe_move_in(self, here: dict[str, Any], *, known: bool) -> None:
+        if known:  # in a forked child, which may be another thread's than the one at home
+            here.update({name: self._fxsafe_values[name] for name in _Session.anybody._names})
+            self._fxsafe_values = _Values()
+        _Session.anybody.move_in(self._fxsafe_values)
 
 
 def _guard_template() -> Any:
@@ -101,7 +209,7 @@ class _Guard(CodeWrap):
     def __init__(self, fx: ModuleType, function: FunctionType, flags: dict[str, Any]) -> None:
         def wrap(original: FunctionType) -> Callable[..., Any]:
             def traces_and_nobody_compiles() -> Any:
-                return original() and not (flags[_COMPILING] or _compiling)
+                return original() and not flags[_COMPILING]
 
             frame_hider()(traces_and_nobody_compiles)
             return traces_and_nobody_compiles
@@ -118,17 +226,13 @@ class _Guard(CodeWrap):
 
 
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
-    compiler, fx = modules[COMPILER], modules[FX]
+    compiler, fx, utils = modules[COMPILER], modules[FX], modules[EXPORT_UTILS]
     present = {name: user for name, user in _SINCE.items() if name in vars(compiler)}
     names = frozenset({_COMPILING, *present})
-
-    def flags() -> _Flags:
-        _compiling.clear()
-        _busy.clear()
-        here = vars(compiler)
-        return _Flags(here, names, frozenset(name for name in names if here[name]))
-
-    frame_hider()(_Flags.__init__, ThreadGlobals.__init__, _Values.__init__, _Values.__setitem__)
+    hide = frame_hider()
+    for kind in (_Values, _Anybody, _Flags, ModuleProperties):
+        hide(*(function for function in vars(kind).values() if isinstance(function, FunctionType)))
+    hide(_Session._fxsafe_gate)
     edits: list[Edit] = []
     if _TRACING in vars(fx) and _GUARD in vars(fx):
         function = own_function(fx, _GUARD)
@@ -136,30 +240,31 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
             edits.append(_Guard(fx, function, vars(compiler)))
         except ValueError as error:
             raise ShapeError(str(error)) from None
+    setter: list[Edit] = []
+    if _SETTER in vars(utils):  # since 2.7; before, functions inside those of torch.export._trace
+        where, function = f"{EXPORT_UTILS}.{_SETTER}", own_function(utils, _SETTER)
+        setter.append(CodeSwap(where, function, rewritten(where, function, Gated(), _Session)))
+    state = _Session.state = kept_state(compiler, names, _Flags)
+    _Session.anybody = _anybody(compiler, state, names, always=not setter)
     edits += isolate(
         compiler,
-        kept_state(compiler, names, flags),
+        state,
         names,
         frozenset({"is_compiling", *present.values()}),
         known_to_dynamo=_KNOWN_TO_DYNAMO,
-        busy=_busy,
+        properties=_Session.anybody,
+        marks=names & _MARKS,
     )
-    return Plan(edits)
-
-
-def _after_fork_in_child() -> None:
-    for threads in (_compiling, _busy):
-        threads.intersection_update({get_ident()})
+    return Plan(edits + setter)
 
 
 PATCH = Patch(
     name="compiling-flags",
     summary="is_compiling() and is_exporting() are True only in the thread that compiles or exports",
     upstream=("https://github.com/pytorch/pytorch/issues/126024",),
-    modules=("torch", COMPILER, FX),
+    modules=("torch", COMPILER, FX, EXPORT_UTILS),
     plan=_plan,
     # With the other fix a traced torch.export.unflatten, which asks the process-wide tracing flag, would go wrong.
     fixes=frozenset({"thread-local"}),
     faults=("is_compiling_leaks", "export_flags_stuck"),
-    after_fork_in_child=_after_fork_in_child,
 )
