@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -148,12 +149,21 @@ def test_the_core_does_not_import_the_trainer() -> None:
 
 
 def test_only_public_names_of_fxsafe_are_used() -> None:
-    package = Path(fxsafe.__file__).parent / "dflash"
-    for file in package.rglob("*.py"):
-        for line in file.read_text().splitlines():
-            if line.strip().startswith(("import fxsafe", "from fxsafe")):
-                public = line.strip() in ("import fxsafe", "from fxsafe import settings")
-                assert public or "fxsafe.dflash" in line, f"{file}: {line}"
+    seen = set()
+    for file in (Path(fxsafe.__file__).parent / "dflash").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "fxsafe":
+                names = {alias.name for alias in node.names}
+                if not (node.module or "").startswith("fxsafe.dflash") and names != {"dflash"}:
+                    assert node.module == "fxsafe", f"{file}:{node.lineno}: from {node.module}"
+                    seen |= names
+            elif isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names if alias.name.startswith("fxsafe.")}
+                assert all(name.startswith("fxsafe.dflash") for name in names), f"{file}:{node.lineno}: {names}"
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fxsafe":
+                seen.add(node.attr)
+    assert "install" in seen
+    assert seen <= {*fxsafe.__all__, "__file__"}
 
 
 @pytest.mark.parametrize("name", ["dflash_qwen3_8b.yaml", "dflash_one_gpu.yaml"])
