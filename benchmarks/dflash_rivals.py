@@ -9,7 +9,7 @@ dependencies nor a target are needed. What they import here is torch, transforme
 Each trainer is measured through its own training module, called as its own trainer calls it:
 
 - ours: ``Replica.learn``, which compiles the drafter and the loss and attends with flex_attention. Its sums of
-  gradients are fp32.
+  gradients are fp32 from the second micro-batch on; those of specforge are bf16.
 - specforge: ``TrainerCore.train_step`` with ``DFlashTrainStrategy``, ``OnlineDFlashModel`` and ``FSDPTrainingBackend``,
   at a micro-batch that is not the last of an optimizer step. Its trainer compiles flex_attention alone, through
   transformers, and so it is here. FSDP is left out (``prepare_model(wrap=False)``): one card needs none. Once with
@@ -28,15 +28,17 @@ Not the same, and not to be had by an option:
 - specforge and speculators draw anchors in the step, on the device. Ours come with the batch, from the reader.
 - speculators takes for labels what the head says to the target's last hidden states, not the data's tokens (here they
   are the same): one pass of the head more. Its fused loss holds the logits of all slots; ours holds those of
-  ``chunk_blocks`` blocks, and 128 of them are all here.
+  64 blocks, its default, of the 128 here.
 - speculators draws no anchor from the last 16 tokens, so that a few more slots have a loss.
 - The optimizer's step: ours and specforge have fp32 copies of bf16 weights. speculators' default is Muon, which does
   more; AdamW is an option of it.
 
 A turn is one micro-batch, the first of an optimizer step. Ours has one before or after each turn of another, and the
 ratio is the median over these pairs. Peak memory counts a trainer's weights, the shared tables and features, and what a
-step takes at most; not the optimizer, whose step is measured by itself afterwards. ``graphs`` are graphs compiled in
-turns that count and should be 0. fxsafe's patches are not installed: this is one thread, all runs on plain torch.
+micro-batch takes at most, the first of an optimizer step and a later one (where gradients lie already; speculators'
+trainer knows no accumulation); not the optimizer, whose step is measured by itself afterwards. ``graphs`` are graphs
+compiled in turns that count and should be 0. fxsafe's patches are not installed: this is one thread, all runs on plain
+torch.
 
 A package that is missing or fails gets a row that says why.
 """
@@ -115,6 +117,7 @@ class Trainer:
         gradients: by name, of the weighted sum of the losses in the last step.
         pin: take the anchors of the micro-batch from now on.
         optimizer: make an optimizer, and return its step on the gradients that ``step`` left.
+        accumulates: a second ``step`` adds its gradients to those of the first.
         unused: bytes of what is shared that this trainer does without.
     """
 
@@ -125,6 +128,7 @@ class Trainer:
     gradients: Callable[[], dict[str, Tensor]]
     pin: Callable[[], None]
     optimizer: Callable[[], Callable[[], None]] | None
+    accumulates: bool = True
     unused: int = 0
 
 
@@ -288,7 +292,8 @@ def make_ours(common: Common) -> Trainer:
         return update
 
     def gradients() -> dict[str, Tensor]:
-        return dict(zip((name for name, _ in replica.drafter.named_parameters()), replica.sums, strict=True))
+        found = [g.float() for g in replica.sums]
+        return dict(zip((name for name, _ in replica.drafter.named_parameters()), found, strict=True))
 
     count = sum(p.numel() for p in replica.drafter.parameters())
     return Trainer(
@@ -492,6 +497,7 @@ def make_speculators(common: Common, bf16: bool) -> Trainer:
         gradients,
         pin,
         None if bf16 else optimizer,  # with bf16 weights AdamW would not have its fp32 copies
+        accumulates=False,
         unused=0 if bf16 else common.head.embedding_VH.nbytes + common.head.output_VH.nbytes,
     )
 
@@ -558,6 +564,12 @@ def prepare(entry: Entry, common: Common, warm: int, shared: int) -> None:
         synchronize(common)
         peak = torch.cuda.max_memory_allocated(common.device)
         entry.row["peak_gib"] = (shared - trainer.unused + entry.own + peak - held) / 2**30
+        if trainer.accumulates:
+            torch.cuda.reset_peak_memory_stats(common.device)
+            trainer.step()
+            synchronize(common)
+            peak = torch.cuda.max_memory_allocated(common.device)
+            entry.row["peak_gib_later"] = (shared - trainer.unused + entry.own + peak - held) / 2**30
         trainer.clear()
     entry.row["warm_seconds"] = time.perf_counter() - started
     print(f"{entry.name}: ready after {entry.row['warm_seconds']:.0f} s", flush=True)
@@ -566,6 +578,12 @@ def prepare(entry: Entry, common: Common, warm: int, shared: int) -> None:
 def turns(entries: list[Entry], common: Common, steps: int) -> None:
     """Ours beside each other trainer, which of both first alternating."""
     ours, others = entries[0], entries[1:]
+    # What another one imports or sets is a guard of what was compiled before.
+    for entry in entries:
+        with entry.reporting():
+            if entry.trainer is not None:
+                entry.trainer.step()
+                entry.trainer.clear()
     graphs = dict.fromkeys((entry.name for entry in entries), 0)
 
     def turn(entry: Entry) -> float:
@@ -639,6 +657,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         ("ms", "ms", ".2f"), ("ms_error", "+-", ".2f"), ("ratio_to_ours", "to ours", ".3f"),
         ("ratio_error", "+-", ".3f"),
         ("tokens_per_second", "tokens/s", ",.0f"), ("mfu_against_measured", "MFU", ".1%"), ("peak_gib", "GiB", ".2f"),
+        ("peak_gib_later", "GiB later", ".2f"),
         ("optimizer_ms", "optim. ms", ".2f"), ("parameters", "parameters", ",d"), ("loss_slots", "slots", "d"),
         ("loss", "loss", ".3f"), ("graphs", "graphs", "d"), ("warm_seconds", "warm s", ".0f"),
         ("gradient_difference", "gradients", ".1e"),

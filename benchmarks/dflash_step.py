@@ -62,12 +62,13 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8, help="of an optimizer step")
     parser.add_argument("--drafters", type=int, default=1, help="threads")
     parser.add_argument("--targets", type=int, default=1, help="threads")
-    parser.add_argument("--chunk-blocks", type=int, default=128)
+    parser.add_argument("--chunk-blocks", type=int, default=LossSettings().chunk_blocks)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warm", type=int, default=3, help="steps that are not counted")
     parser.add_argument("--weighting", choices=("decay", "dpace"), default="decay")
     parser.add_argument("--attention", choices=("auto", "flex", "dense"), default="auto")
     parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--compile-target", action="store_true", help="compile the target's layers too")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", help="file for the numbers")
     options = parser.parse_args()
@@ -90,6 +91,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ]
     rate_before = matmul_rate(device, dtype)
     target = make_target(options.shape, device, dtype)
+    if options.compile_target:
+        target.compile_layers()
     config = target.drafter_config(layers=5, block_size=options.block, mask_token_id=target.rows - 1)
     how = ReplicaSettings(dtype, not options.eager, "inductor", options.attention)
     loss = LossSettings(weighting=options.weighting, chunk_blocks=options.chunk_blocks)

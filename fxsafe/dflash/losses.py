@@ -31,14 +31,14 @@ class LossSettings:
         weighting: "decay" for exp(-(k - 1) / gamma), "dpace" for D-PACE (arXiv 2605.18810), "none" for equal weights.
         gamma: of the decay; None takes 7, 5 or 4 for blocks of 16, 10 or 8, and in between what lies between.
         alpha: of D-PACE, 0 to 1.
-        chunk_blocks: blocks whose logits exist at one time.
+        chunk_blocks: blocks whose logits exist at one time; fewer take less memory, and longer below 500 slots.
     """
 
     kind: Literal["ce", "distill"] = "ce"
     weighting: Literal["decay", "dpace", "none"] = "decay"
     gamma: float | None = None
     alpha: float = 0.5
-    chunk_blocks: int = 128
+    chunk_blocks: int = 64
 
     def gamma_for(self, block: int) -> float:
         """The decay constant for a block size: 7 for 16, 5 for 10, 4 for 8, never below 1."""

@@ -22,6 +22,9 @@ __all__ = ["LayerView", "block_masks", "dense_masks", "layer_views", "visible"]
 
 Mask = Tensor | BlockMask
 
+_TILE = 128
+"""Inductor refuses smaller ones (pytorch #133562)."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerView:
@@ -103,16 +106,12 @@ def block_masks(config: DrafterConfig, anchors_BN: Tensor, keep_BN: Tensor, cont
     made: dict[LayerView, BlockMask] = {}
     for view in layer_views(config):
         if view not in made:
-            some, which, whole, whole_which = find(
-                view.window, view.causal, config.block_size, context, anchors_BN, keep_BN
-            )
-            made[view] = BlockMask.from_kv_blocks(
-                some,
-                which,
-                whole,
-                whole_which,
+            tiles = find(view.window, view.causal, config.block_size, context, anchors_BN, keep_BN)
+            made[view] = BlockMask(
+                (slots, context + slots),
+                **tiles,
+                BLOCK_SIZE=(_TILE, _TILE),
                 mask_mod=mask_mod(view.window, view.causal, config.block_size, context, anchors_BN, keep_BN),
-                seq_lengths=(slots, context + slots),
             )
     return tuple(made[view] for view in layer_views(config))
 
@@ -130,8 +129,8 @@ def mask_mod(
 
 def find_tiles(
     window: int | None, causal: bool, block: int, context: int, anchors_BN: Tensor, keep_BN: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Which tiles of 128 x 128 cells hold visible ones, in part and in whole, as ``BlockMask.from_kv_blocks`` wants it.
+) -> dict[str, Tensor | None]:
+    """Which tiles of 128 x 128 cells hold visible ones, in part and in whole, by row and by column; BlockMask's words.
 
     Only tensors and plain values go in and only tensors come out, so that new anchors are not a new function to compile
     for: a predicate made outside would be one each time.
@@ -140,8 +139,20 @@ def find_tiles(
 
     predicate = mask_mod(window, causal, block, context, anchors_BN, keep_BN)
     # H None: a mask for each head costs memory and tells nothing new (SpecForge #452).
-    mask = create_block_mask(predicate, anchors_BN.shape[0], None, slots, context + slots, device=anchors_BN.device)
-    return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    mask = create_block_mask(
+        predicate, anchors_BN.shape[0], None, slots, context + slots, device=anchors_BN.device, BLOCK_SIZE=_TILE
+    )
+    names = (
+        "kv_num_blocks",
+        "kv_indices",
+        "full_kv_num_blocks",
+        "full_kv_indices",
+        "q_num_blocks",
+        "q_indices",
+        "full_q_num_blocks",
+        "full_q_indices",
+    )
+    return {name: getattr(mask, name) for name in names}
 
 
 @functools.cache

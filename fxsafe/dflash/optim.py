@@ -81,8 +81,11 @@ class Master:
             {"params": [w for w in self.weights if w.dim() > 1], "weight_decay": settings.weight_decay},
             {"params": [w for w in self.weights if w.dim() <= 1], "weight_decay": 0.0},
         ]
+        # Unfused on a GPU it would make temporaries of the size of all weights.
+        fused = device.type == "cuda"
+        self._steps_device = device if fused else torch.device("cpu")
         self._adam = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps
+            [g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused
         )
         self.average = [w.clone() for w in self.weights] if settings.ema else []
 
@@ -144,7 +147,7 @@ class Master:
                     self.average[i].copy_(tensors[f"average.{name}"])
                 if f"first.{name}" in tensors:
                     self._adam.state[weight] = {
-                        "step": tensors[f"steps.{name}"].reshape(()).clone(),
+                        "step": tensors[f"steps.{name}"].reshape(()).to(self._steps_device, copy=True),
                         "exp_avg": tensors[f"first.{name}"].to(self.device, copy=True),
                         "exp_avg_sq": tensors[f"second.{name}"].to(self.device, copy=True),
                     }

@@ -90,16 +90,16 @@ class Replica:
 
     def learn(self, features: Features) -> None:
         """Forward and backward of a micro-batch; gradients and the tally are added to the sums."""
+        self._widen()
         total, tally = self._run(features)
         total.backward()  # type: ignore[no-untyped-call]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
-        if self.sums:
-            # In fp32: a bf16 sum of many micro-batches loses the small ones.
-            torch._foreach_add_(self.sums, [g.float() for g in grads])
-        else:
-            self.sums = [g.float() for g in grads]
         for parameter in self._parameters.values():
             parameter.grad = None
+        if self.sums:
+            torch._foreach_add_(self.sums, grads)
+        else:
+            self.sums = grads
         self.tally = tally if self.tally is None else self.tally + tally
 
     def measure(self, features: Features) -> Tensor:
@@ -108,10 +108,20 @@ class Replica:
             return self._run(features)[1]
 
     def take(self) -> tuple[list[Tensor], Tensor | None]:
-        """The sums in the order of the parameters, and the tally; both start anew."""
+        """The sums, fp32 and in the order of the parameters, and the tally; both start anew."""
+        self._widen()
         out = self.sums, self.tally
         self.sums, self.tally = [], None
         return out
+
+    def _widen(self) -> None:
+        """Make the sums fp32: a bf16 sum of many micro-batches loses the small ones.
+
+        Only once something is to be added or they are wanted, as the gradients of a first micro-batch are what they are
+        and take half the memory beside its activations; one after the other, so that there are never two copies.
+        """
+        for number in range(len(self.sums)):
+            self.sums[number] = self.sums[number].float()
 
     def _run(self, features: Features) -> tuple[Tensor, Tensor]:
         batch, device = features.batch, self.device

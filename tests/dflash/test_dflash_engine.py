@@ -14,7 +14,7 @@ import tiny
 import torch
 
 import fxsafe
-from fxsafe.dflash.batches import Example, MicroBatch, collate, seed_for
+from fxsafe.dflash.batches import Example, Features, MicroBatch, collate, seed_for
 from fxsafe.dflash.channels import Channel, Closed
 from fxsafe.dflash.compiling import RECOMPILE_LIMIT, promise_recompile_limit, recompile_limit_here
 from fxsafe.dflash.engine import Engine, StepReport, WorkerError
@@ -297,3 +297,27 @@ def test_a_step_that_is_slow_but_moves_is_not_reported() -> None:
         run.engine._stall_after = 1e9
         engine._look()
     assert run.engine._next_report == 1e9
+
+
+def test_the_sums_of_a_bf16_drafter_are_those_of_its_gradients_in_fp32() -> None:
+    target = Target(tiny.target_model("qwen3"))
+    config = tiny.config()
+    how = ReplicaSettings(torch.bfloat16, compile=False)
+    replica = Replica(config, target.head, CPU, how, LossSettings())
+    replica.drafter.initialize(torch.Generator().manual_seed(3))
+    taken: list[list[torch.Tensor]] = []
+    some = [
+        Features(batch, target.features(batch.ids_BS, config.target_layer_ids), None)
+        for batch in itertools.islice(batches(), 3)
+    ]
+    for features in some:
+        replica.learn(features)
+        taken.append(replica.take()[0])
+    for features in some:
+        replica.learn(features)
+    together, tally = replica.take()
+    assert tally is not None
+    assert replica.sums == []
+    for number, total in enumerate(together):
+        assert total.dtype == torch.float32
+        assert torch.equal(total, taken[0][number] + taken[1][number] + taken[2][number])
