@@ -42,8 +42,12 @@ def step(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def normal(source: str) -> str:
-    """Without the number that Inductor gives each graph of a process."""
-    return re.sub(r"AOT ID: \[.*\]", "AOT ID", source)
+    """Without the number that Inductor gives each graph of a process, and without the place of its files.
+
+    With its caches off each compile has a directory of its own, which a comment above each Triton kernel names; the
+    name of the kernel's file there, a hash of its source, is compared.
+    """
+    return re.sub(r"(# kernel path: ).*/", r"\1", re.sub(r"AOT ID: \[.*\]", "AOT ID", source))
 
 
 def compiled(model: torch.nn.Module, x: torch.Tensor) -> tuple[Callable[[], None], list[str]]:
@@ -56,6 +60,13 @@ def compiled(model: torch.nn.Module, x: torch.Tensor) -> tuple[Callable[[], None
 
     _, sources = run_and_get_code(train)
     return train, [normal(source) for source in sources]
+
+
+def keep(directory: str | None, name: str, sources: list[str]) -> None:
+    if directory is not None:
+        os.makedirs(directory, exist_ok=True)
+        with open(os.path.join(directory, name.replace(", ", "-").replace(" ", "_") + ".txt"), "w") as file:
+            file.write("\n# ==== next graph ====\n".join(sources))
 
 
 @contextlib.contextmanager
@@ -81,6 +92,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each comparison of speeds (default: 5)")
     parser.add_argument("--json", help="file for all numbers")
+    parser.add_argument("--sources", help="directory for the sources, one file for each compile")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
     if options.device == "cpu":
@@ -100,6 +112,7 @@ def main() -> int:
         return run
 
     alone, expected = compiled(model, x)
+    keep(options.sources, "first", expected)
     print(f"torch {torch.__version__}, {options.device}: {len(expected)} graphs, plain and alone")
     rows: list[dict[str, Any]] = []
     for fix in ("plain", "thread-local", "always-false"):  # the first is the control: the same compile once more
@@ -117,6 +130,7 @@ def main() -> int:
                 f"+-{found.error / found.before:.3f}",
                 flush=True,
             )
+            keep(options.sources, f"{fix}, {where}", sources)
             for one, other in zip(expected, sources, strict=False):
                 changes = difflib.unified_diff(
                     one.splitlines(), other.splitlines(), "plain and alone", where, "", "", 0

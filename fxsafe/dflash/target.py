@@ -5,16 +5,18 @@ Id ``i`` is the output of decoder layer ``i``, transformers' ``hidden_states[i +
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxsafe.dflash.compiling import compile_here
 from fxsafe.dflash.config import DrafterConfig, default_layer_ids
 from fxsafe.dflash.errors import TargetError
 from fxsafe.dflash.head import Head
@@ -43,6 +45,7 @@ class _Sink(threading.local):
 
     taps: dict[int, Tensor] | None = None
     stop_after: int | None = None
+    compiled: bool = False
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
@@ -111,6 +114,28 @@ class Target:
         self._keep_logits = "logits_to_keep" in known
         self._quiet = {"output_router_logits": False} if "output_router_logits" in known else {}
         self.head = self._probe()
+        self._compiles = False
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Compile the decoder layers for :meth:`features` and :meth:`features_and_last`, each in the calling thread.
+
+        Layer by layer, because hooks stay outside so; layers that are alike share what is compiled. Decoding, whose
+        lengths differ from forward to forward, goes on without.
+        """
+        if self._compiles:
+            return
+        self._compiles = True
+        for layer in self.layers:
+            layer.forward = self._either(layer.forward, compile_here(layer.forward, backend=backend))
+
+    def _either(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+        sink = self._sink
+
+        @functools.wraps(plain)
+        def forward(*args: Any, **words: Any) -> Any:
+            return (compiled if sink.compiled else plain)(*args, **words)
+
+        return forward
 
     @property
     def device(self) -> torch.device:
@@ -175,7 +200,7 @@ class Target:
 
         Layers beyond the last tapped one, the final norm and the head do not run. Pad on the right.
         """
-        with self._capture(stop_after=max(taps)) as seen, torch.no_grad():
+        with self._capture(stop_after=max(taps), compiled=self._compiles) as seen, torch.no_grad():
             with suppress(_Enough):
                 self.model(input_ids=ids_BS, attention_mask=attention_mask_BS, use_cache=False, **self._quiet)
         return join(seen, taps)
@@ -184,7 +209,7 @@ class Target:
         self, ids_BS: Tensor, taps: Sequence[int], attention_mask_BS: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """:meth:`features` and the hidden states [B, S, H] that go into the head, for distillation."""
-        with self._capture() as seen, torch.no_grad():
+        with self._capture(compiled=self._compiles) as seen, torch.no_grad():
             out = self.model.base_model(
                 input_ids=ids_BS, attention_mask=attention_mask_BS, use_cache=False, **self._quiet
             )
@@ -211,13 +236,13 @@ class Target:
         return (logits[:, -1:] if last else logits), join(seen, taps) if taps else None
 
     @contextmanager
-    def _capture(self, stop_after: int | None = None) -> Iterator[dict[int, Tensor]]:
+    def _capture(self, stop_after: int | None = None, compiled: bool = False) -> Iterator[dict[int, Tensor]]:
         sink = self._sink
-        sink.taps, sink.stop_after = {}, stop_after
+        sink.taps, sink.stop_after, sink.compiled = {}, stop_after, compiled
         try:
             yield sink.taps
         finally:
-            sink.taps = sink.stop_after = None
+            sink.taps, sink.stop_after, sink.compiled = None, None, False
 
     def _hook(self, index: int) -> Any:
         sink = self._sink

@@ -102,6 +102,9 @@ class Trainer:
         self._drafter_devices = devices_of(settings.drafter.devices, "drafter.devices")
         self._targets = self._place_targets(target)
         self.target = self._targets[0]
+        if settings.target.compile:
+            for each in self._targets:
+                each.compile_layers()
         self.tokenizer = tokenizer if target is not None else load_tokenizer(settings)
         if self.tokenizer is not None and len(self.tokenizer) > self.target.rows:
             raise DataError(

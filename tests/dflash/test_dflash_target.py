@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 
+from fxsafe.dflash.compiling import graph_count
 from fxsafe.dflash.errors import SettingsError, TargetError
 from fxsafe.dflash.target import Target, find_layers, load_target
 
@@ -143,3 +144,22 @@ def test_a_drafter_takes_its_shape_from_the_target() -> None:
     assert target.head.fits(shape)
     with pytest.raises(SettingsError, match="is the last one"):
         target.drafter_config(layers=2, block_size=4, mask_token_id=63, taps=(0, 3))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "gpt2"])
+def test_compiled_layers_give_the_same_features_and_decoding_does_without(family: str) -> None:
+    torch._dynamo.reset()
+    target = Target(tiny.target_model(family))
+    feats, (also, last) = target.features(IDS, (2, 0)), target.features_and_last(IDS, (0, 1))
+    logits, _ = target.forward(IDS, ())
+    target.compile_layers("aot_eager")
+    before = graph_count()
+    torch.testing.assert_close(target.features(IDS, (2, 0)), feats)
+    again = target.features_and_last(IDS, (0, 1))
+    torch.testing.assert_close(again[0], also)
+    torch.testing.assert_close(again[1], last)
+    compiled = graph_count()
+    assert compiled > before
+    assert torch.equal(target.forward(IDS, ())[0], logits)
+    target.forward(IDS[:, :5], (0,))
+    assert graph_count() == compiled
