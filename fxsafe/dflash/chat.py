@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fxsafe.dflash.batches import Example
+from fxsafe.dflash.errors import DataError
 from fxsafe.dflash.rows import BrokenRow
 
-__all__ = ["conversation_of", "encoder", "mask_token"]
+__all__ = ["conversation_of", "encoder", "ids_of", "mask_token"]
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
@@ -36,6 +37,26 @@ def conversation_of(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
     return out
 
 
+def ids_of(row: Mapping[str, Any], rows: int) -> list[int]:
+    """The ``input_ids`` of a row.
+
+    Raises:
+        BrokenRow: they are none, or not of a target with so many rows.
+    """
+    ids = row["input_ids"]
+    if not isinstance(ids, (list, tuple)) or any(type(i) is not int for i in ids):
+        raise BrokenRow("input_ids is no list of whole numbers")
+    check_ids(ids, rows)
+    return list(ids)
+
+
+def check_ids(ids: Sequence[int], rows: int) -> None:
+    """Raise BrokenRow if one of them is not in an embedding of so many rows."""
+    for token in ids:
+        if not 0 <= token < rows:
+            raise BrokenRow(f"token {token} is not in the target's vocabulary of {rows} rows")
+
+
 def encoder(tokenizer: Any, rows: int) -> Callable[[Mapping[str, Any]], Example]:
     """The function that turns a row into an example.
 
@@ -44,13 +65,16 @@ def encoder(tokenizer: Any, rows: int) -> Callable[[Mapping[str, Any]], Example]
         rows: of the target's embedding; greater ids are refused.
 
     Returns:
-        A function that raises BrokenRow, without the place of the row.
+        A function that raises BrokenRow, without the place of the row, and DataError for what is true of all rows.
     """
 
     def encode(row: Mapping[str, Any]) -> Example:
         if "input_ids" in row:
-            ids = row["input_ids"]
-            learn = row.get("loss_mask", [1] * len(ids))
+            ids = ids_of(row, rows)
+            learn = row.get("loss_mask")
+            learn = [1] * len(ids) if learn is None else learn
+            if not isinstance(learn, (list, tuple)):
+                raise BrokenRow("loss_mask is no list")
             if len(learn) != len(ids):
                 raise BrokenRow(f"{len(ids)} input_ids and {len(learn)} numbers in loss_mask")
         else:
@@ -58,14 +82,18 @@ def encoder(tokenizer: Any, rows: int) -> Callable[[Mapping[str, Any]], Example]
                 raise BrokenRow("there is no tokenizer, and the row has no input_ids")
             turns = conversation_of(row)
             if turns is not None:
+                if not tokenizer.chat_template:
+                    raise DataError(
+                        "the target's tokenizer has no chat template, so that conversations cannot be learnt from; "
+                        'give rows with "text" or "input_ids", or a target that was trained to chat'
+                    )
                 ids, learn = encode_conversation(tokenizer, turns)
             elif isinstance(row.get("text"), str):
                 ids = tokenizer(row["text"])["input_ids"]
                 learn = [True] * len(ids)
             else:
                 raise BrokenRow("the row has none of messages, conversations, text and input_ids")
-        if any(not 0 <= i < rows for i in ids):
-            raise BrokenRow(f"token {max(ids)} is not in the target's vocabulary of {rows} rows")
+        check_ids(ids, rows)
         return Example(ids, [bool(x) for x in learn])
 
     return encode

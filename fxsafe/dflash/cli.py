@@ -69,11 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = {"train": _train, "eval": _eval, "export": _export, "prepare": _prepare, "plot": _plot, "demo": _demo}
         return command[options.command](options[options.command])
     except fxsafe.FxsafeError as error:
-        cause = error.__cause__
-        if cause is not None and not isinstance(cause, (fxsafe.FxsafeError, OSError, ValueError, KeyError)):
+        if getattr(error, "show_cause", False) and error.__cause__ is not None:
             import traceback
 
-            traceback.print_exception(cause)
+            traceback.print_exception(error.__cause__)
         print(f"fxsafe dflash {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -220,7 +219,7 @@ def _settings(options: Any) -> Settings:
 def _eval(options: Any) -> int:
     from fxsafe.dflash.export import load_drafter, load_into
     from fxsafe.dflash.model import Drafter
-    from fxsafe.dflash.rows import open_rows
+    from fxsafe.dflash.rows import BrokenRow, open_rows
     from fxsafe.dflash.speculate import evaluate
 
     config, state = load_drafter(options.drafter)
@@ -232,7 +231,12 @@ def _eval(options: Any) -> int:
     rows = open_rows([options.prompts])
     prompts, names = [], []
     for number in range(min(len(rows), options.limit)):
-        prompt = _prompt(tokenizer, rows[number], options.template_args)
+        try:
+            prompt = _prompt(tokenizer, target.rows, rows[number], options.template_args)
+        except BrokenRow as error:
+            origin = rows.origin(number)
+            print(f"left out: {error if str(error).startswith(origin) else f'{origin}: {error}'}", file=sys.stderr)
+            continue
         if prompt:
             prompts.append(prompt[-options.prompt_tokens :])
             names.append(rows.origin(number))
@@ -348,17 +352,20 @@ def _load(options: Any) -> tuple[Any, Any]:
     return target, tokenizer
 
 
-def _prompt(tokenizer: Any, row: Any, template_args: dict[str, Any]) -> list[int]:
+def _prompt(tokenizer: Any, known: int, row: Any, template_args: dict[str, Any]) -> list[int]:
     """Tokens up to where the target is to go on; empty if the row has none."""
-    from fxsafe.dflash.chat import conversation_of
+    from fxsafe.dflash.chat import conversation_of, ids_of
 
     if "input_ids" in row:
-        return list(row["input_ids"])
+        return ids_of(row, known)
     if tokenizer is None:
         raise DFlashError("the target has no tokenizer, and the prompts have no input_ids")
     turns = conversation_of(row)
     if turns is None:
-        return list(tokenizer(row.get("text", ""))["input_ids"])
+        text = row.get("text")
+        return list(tokenizer(text)["input_ids"]) if isinstance(text, str) else []
+    if not tokenizer.chat_template:
+        raise DFlashError("the target's tokenizer has no chat template; give prompts as rows with text")
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=None)
     first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
     if last is None:

@@ -30,7 +30,7 @@ from fxsafe.dflash.losses import Tally
 from fxsafe.dflash.optim import Master
 from fxsafe.dflash.replica import Replica
 
-__all__ = ["Engine", "StepReport", "WorkerError"]
+__all__ = ["Engine", "StepReport", "WorkerError", "advice"]
 
 
 class Source(Protocol):
@@ -46,6 +46,8 @@ class Source(Protocol):
 
 class WorkerError(DFlashError):
     """A thread failed; the cause is its own exception, with its traceback."""
+
+    show_cause = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +70,15 @@ class StepReport:
     """of the data, behind this step"""
 
 
+def advice(memory: str) -> str:
+    """What to do about too little memory, behind a message; ``memory`` is what the plan says of it."""
+    return (
+        (f"; the plan was {memory}" if memory else "")
+        + "; to need less, lower data.max_length, data.batch_size, drafter.anchors or loss.chunk_blocks, in this "
+        "order, or give the targets devices of their own"
+    )
+
+
 class Engine:
     """Starts its threads on entering a ``with`` block and ends them on leaving it.
 
@@ -79,6 +90,7 @@ class Engine:
         per_step: micro-batches of one optimizer step in this process.
         depth: features that may wait in each channel.
         reduce: adds up gradients and the tally, in place, over other processes.
+        memory: what the plan of the run says of it, for the message when there was too little.
         stall_after: seconds without anything put into a queue or taken out of one, while a step is waited for, after
             which ``report`` gets the stacks of all threads; again each time they have doubled. None for never.
         report: is called with that text in the thread that waits.
@@ -94,12 +106,13 @@ class Engine:
         per_step: int,
         depth: int = 2,
         reduce: Callable[[list[Tensor]], None] | None = None,
+        memory: str = "",
         stall_after: float | None = None,
         report: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
         self._stall_after, self._report, self._next_report = stall_after, report, stall_after or 0.0
         self.targets, self.replicas, self.master = targets, replicas, master
-        self._batches, self._per_step, self._reduce = batches, per_step, reduce
+        self._batches, self._per_step, self._reduce, self._memory = batches, per_step, reduce, memory
         self._taps = replicas[0].config.target_layer_ids
         self._distill = replicas[0].loss.kind == "distill"
         self._inbox = [Channel[MicroBatch](depth) for _ in targets]
@@ -160,7 +173,8 @@ class Engine:
                 origins = ", ".join(o for b in batches for o in b.origins if o) or f"micro-batches from {first}"
                 raise NotFiniteError(
                     f"the gradient is not finite (norm {norm}, loss {tally.loss / tally.weight}); "
-                    f"the step was not made. It was computed from {origins}"
+                    "the step was not made, and the weights are those before it. Lower optim.lr, or optim.clip, or "
+                    f"look at what it was computed from: {origins}"
                 )
             state = dict(zip(self.master.names, self.master.weights, strict=True))
             for replica in self.replicas:
@@ -312,10 +326,5 @@ class Engine:
         if isinstance(error, DFlashError):
             raise error
         text = "".join(str(error).splitlines()[:1])
-        hint = ""
-        if isinstance(error, torch.OutOfMemoryError):
-            hint = (
-                "; to need less, lower data.max_length, data.batch_size, drafter.anchors or loss.chunk_blocks, "
-                "in this order, or give the targets devices of their own"
-            )
+        hint = advice(self._memory) if isinstance(error, torch.OutOfMemoryError) else ""
         raise WorkerError(f"thread {name} failed with {type(error).__name__}: {text}{hint}") from error

@@ -8,7 +8,13 @@ __all__ = ["CheckpointError", "DFlashError", "DataError", "NotFiniteError", "Set
 
 
 class DFlashError(fxsafe.FxsafeError):
-    """A fault that the message explains to the user; the command line prints it without a traceback."""
+    """A fault that the message explains to the user; the command line prints it without a traceback.
+
+    Attributes:
+        show_cause: the traceback of its cause tells what the message cannot.
+    """
+
+    show_cause = False
 
 
 class SettingsError(DFlashError):

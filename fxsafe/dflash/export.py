@@ -62,6 +62,8 @@ def export_drafter(state: Mapping[str, Tensor], config: DrafterConfig, directory
     path = Path(directory)
     _check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, config, "the drafter")
     half = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in state.items()}
+    if not _replaceable(path):
+        raise CheckpointError(f"{path} exists and holds something else than a drafter; choose another directory")
     new = path.with_name(f".{path.name}.new")
     try:
         shutil.rmtree(new, ignore_errors=True)
@@ -72,8 +74,6 @@ def export_drafter(state: Mapping[str, Tensor], config: DrafterConfig, directory
         if again != config or any(not torch.equal(half[name], read[name]) for name in half):
             raise CheckpointError(f"{path}: what was read back is not what was written; check the disk")
         if path.exists():
-            if not (path / "config.json").exists() and any(path.iterdir()):
-                raise CheckpointError(f"{path} exists and holds something else; choose another directory")
             shutil.rmtree(path)
         new.replace(path)
     except OSError as error:
@@ -113,6 +113,21 @@ def load_drafter(directory: str | os.PathLike[str]) -> tuple[DrafterConfig, dict
 def load_into(drafter: Drafter, state: Mapping[str, Tensor]) -> None:
     """Copy tensors into a drafter, whatever its device and dtype."""
     drafter.load_state_dict(dict(state), strict=True)
+
+
+def _replaceable(path: Path) -> bool:
+    """Whether there is nothing, or an export of ours and nothing beside it: a target has a config.json too."""
+    if not path.exists():
+        return True
+    if not path.is_dir() or {p.name for p in path.iterdir()} - {"config.json", "model.safetensors"}:
+        return False
+    if not (path / "config.json").exists():
+        return not any(path.iterdir())
+    try:
+        document = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and document.get("architectures") == ["DFlashDraftModel"]
 
 
 def _files(path: Path) -> list[Path]:

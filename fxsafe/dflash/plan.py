@@ -31,6 +31,8 @@ class Plan:
     """of one longest sequence"""
     target_flops: float
     steps: int
+    memory: str
+    """all of it, in words"""
     lines: tuple[str, ...]
 
 
@@ -40,6 +42,11 @@ def amount(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g} "
+
+
+def size_of(count: float) -> str:
+    """Bytes in words."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
 
 
 def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: int, steps: int) -> Plan:
@@ -72,21 +79,33 @@ def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: i
     target_cost = target_flops(target.text_config, max(config.target_layer_ids) + 1, length)
     sequences = settings.data.batch_size * settings.data.micro_batches
     share = drafter / target_cost
-    gib = 1 << 30
+    memory = (
+        f"target {size_of(target_bytes)}, each drafter {size_of(replica)} and up to {size_of(activations)} of "
+        f"activations, master {size_of(master)} on the first drafter's device, {settings.data.depth} x "
+        f"{size_of(features)} of features for each pair"
+    )
     lines = (
         f"target   {target.family}, {amount(target_parameters)} parameters, {target.layer_count} layers, "
         f"tapped {', '.join(map(str, config.target_layer_ids))}",
         f"drafter  {amount(parameters)} parameters, {config.num_hidden_layers} layers, "
         f"{settings.drafter.anchors} blocks of {config.block_size} in each sequence, mask token {config.mask_token_id}",
         f"devices  targets {', '.join(settings.target.devices)}; drafters {', '.join(settings.drafter.devices)}",
-        f"memory   target {target_bytes / gib:.2f} GiB, each drafter {replica / gib:.2f} GiB and up to "
-        f"{activations / gib:.2f} GiB of activations, master {master / gib:.2f} GiB on the first drafter's device, "
-        f"{settings.data.depth} x {features / gib:.3f} GiB of features for each pair",
+        f"memory   {memory}",
         f"work     {amount(target_cost)}FLOP target and {amount(drafter)}FLOP drafter for a sequence of "
         f"{length} tokens: one target thread keeps {1 / share:.2f} drafter threads busy on equal devices; "
         f"here it has {len(settings.drafter.devices) / len(settings.target.devices):.2f}",
         f"steps    {steps} of {sequences} sequences, from {rows} rows",
     )
     return Plan(
-        parameters, target_parameters, target_bytes, replica, master, activations, drafter, target_cost, steps, lines
+        parameters=parameters,
+        target_parameters=target_parameters,
+        target_bytes=target_bytes,
+        replica_bytes=replica,
+        master_bytes=master,
+        activation_bytes=activations,
+        drafter_flops=drafter,
+        target_flops=target_cost,
+        steps=steps,
+        memory=memory,
+        lines=lines,
     )

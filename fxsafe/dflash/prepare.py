@@ -76,12 +76,16 @@ def prepare(
         Lines in the file.
 
     Raises:
-        DataError: no chat template.
+        DataError: no chat template, or a file that cannot be written.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise DataError("the tokenizer has no chat template, so that conversations cannot be put to the target")
     stop = {t for t in [tokenizer.eos_token_id, *_many(target.text_config.eos_token_id)] if t is not None}
-    done = _finished(out)
+    try:
+        done = _finished(out)
+        out.open("a").close()
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error}") from error
     total = min(len(rows), limit or len(rows))
     with out.open("a") as stream:
         for number in range(total):

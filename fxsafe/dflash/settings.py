@@ -7,6 +7,7 @@ several places and is shared then.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Any, Literal
 
@@ -197,8 +198,30 @@ class Settings:
         ):
             if value < 1:
                 raise SettingsError(f"{name} is too small")
-        if not 0 <= data.validation_share < 1:
-            raise SettingsError("data.validation_share must be at least 0 and less than 1")
+        loss, optim, run = self.loss, self.optim, self.run
+        for name, fits, wish in (
+            ("data.validation_share", 0 <= data.validation_share < 1, "at least 0 and below 1"),
+            ("data.validation_batches", data.validation_batches >= 0, "at least 0"),
+            ("drafter.sliding_layers", drafter.sliding_layers >= 0, "at least 0"),
+            ("loss.gamma", loss.gamma is None or loss.gamma > 0, "above 0"),
+            ("loss.alpha", 0 <= loss.alpha <= 1, "from 0 to 1"),
+            ("optim.lr", 0 <= optim.lr < math.inf, "at least 0"),
+            ("optim.min_lr", 0 <= optim.min_lr < math.inf, "at least 0"),
+            ("optim.warmup", 0 <= optim.warmup <= 1, "a share of the steps, from 0 to 1"),
+            ("optim.decay", 0 <= optim.decay <= 1, "a share of the steps, from 0 to 1"),
+            ("optim.betas", all(0 <= beta < 1 for beta in optim.betas), "at least 0 and below 1"),
+            ("optim.eps", optim.eps > 0, "above 0"),
+            ("optim.weight_decay", optim.weight_decay >= 0, "at least 0"),
+            ("optim.clip", optim.clip >= 0, "at least 0"),
+            ("optim.ema", 0 <= optim.ema < 1, "at least 0 and below 1"),
+            ("run.epochs", 0 < run.epochs < math.inf, "above 0"),
+            ("run.max_steps", run.max_steps is None or run.max_steps > 0, "above 0"),
+            ("run.eval_every", run.eval_every >= 0, "at least 0"),
+            ("run.peak_tflops", run.peak_tflops is None or run.peak_tflops > 0, "above 0"),
+        ):
+            if not fits:
+                section, _, part = name.partition(".")
+                raise SettingsError(f"{name} is {getattr(getattr(self, section), part)} and has to be {wish}")
         if drafter.sliding_layers > drafter.layers:
             raise SettingsError("drafter.sliding_layers is more than drafter.layers")
         if self.run.stall_after < 0:

@@ -16,6 +16,10 @@ from fxsafe.dflash.rows import BrokenRow, Rows
 __all__ = ["Counts", "Examples", "micro_batches"]
 
 
+_REPORTED = 20
+"""broken rows that are told one by one"""
+
+
 @dataclasses.dataclass(slots=True)
 class Counts:
     """What became of the rows."""
@@ -36,8 +40,9 @@ class Examples:
         max_length: in tokens.
         too_long: "truncate", "skip" or "refuse".
         on_error: "skip" or "refuse".
-        report: is told of each row that is left out as broken.
+        report: is told of rows that are left out as broken, up to a number; the others are only counted.
         shuffle: False keeps the order of the rows.
+        name: of the rows, for messages.
     """
 
     def __init__(
@@ -51,10 +56,13 @@ class Examples:
         on_error: Literal["skip", "refuse"] = "skip",
         report: Callable[[str], None] = print,
         shuffle: bool = True,
+        name: str = "data.train",
     ) -> None:
+        self._name = name
         self._rows, self._encode, self._seed, self._shuffle = rows, encode, seed, shuffle
         self._max_length, self._too_long, self._on_error, self._report = max_length, too_long, on_error, report
         self.counts = Counts()
+        self._reported: set[int] = set()
         self.epoch, self.offset = 0, 0
         self._order: list[int] | None = None
 
@@ -76,21 +84,29 @@ class Examples:
         Raises:
             DataError: a row that is refused, or a whole epoch without anything to learn.
         """
-        for _ in range(len(self._rows)):
+        whole = self.epoch if not self.offset else self.epoch + 1
+        before = dataclasses.replace(self.counts)
+        while True:
             if self._order is None:
                 self._order = self._ordered()
             if self.offset >= len(self._order):
-                self.epoch, self.offset = self.epoch + 1, 0
+                if self.epoch == whole:
+                    raise DataError(self._nothing(before))
+                self.epoch, self.offset, before = self.epoch + 1, 0, dataclasses.replace(self.counts)
                 self._order = self._ordered()
             number = self._order[self.offset]
             self.offset += 1
             if (example := self._example(number)) is not None:
                 self.counts.used += 1
                 return example
-        counts = self.counts
-        raise DataError(
-            f"none of {len(self._rows)} rows can be learnt from: {counts.broken} broken, {counts.too_long} too long, "
-            f"{counts.nothing_to_learn} without two tokens of the assistant in a row within {self._max_length} tokens"
+
+    def _nothing(self, before: Counts) -> str:
+        """Why an epoch that began with these counts had nothing."""
+        now = self.counts
+        return (
+            f"{self._name}: none of {len(self._rows)} rows can be learnt from: {now.broken - before.broken} broken, "
+            f"{now.too_long - before.too_long} too long, {now.nothing_to_learn - before.nothing_to_learn} without two "
+            f"tokens of the assistant in a row within {self._max_length} tokens"
         )
 
     def _ordered(self) -> list[int]:
@@ -109,7 +125,11 @@ class Examples:
             if self._on_error == "refuse":
                 raise DataError(f'{message} (data.on_error: "skip" leaves such rows out)') from error
             self.counts.broken += 1
-            self._report(f"left out: {message}")
+            if number not in self._reported and len(self._reported) < _REPORTED:
+                self._reported.add(number)
+                self._report(f"left out: {message}")
+                if len(self._reported) == _REPORTED:
+                    self._report(f"{self._name}: further rows that are left out are only counted")
             return None
         if len(example.ids) > self._max_length:
             self.counts.too_long += 1

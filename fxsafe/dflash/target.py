@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,13 +76,28 @@ def load_target(name: str, *, dtype: torch.dtype, device: torch.device, trust_re
     """
     import transformers
 
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise TargetError(f"no causal LM can be loaded from {name!r}: there is no such directory")
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise TargetError(f"no causal LM can be loaded from {name!r}: {error}") from error
-    return Target(model.to(device))
+    model, found = loaded
+    if absent := sorted(found["missing_keys"]):
+        # transformers draws them at random and goes on.
+        raise TargetError(
+            f"{name} is no complete {type(model).__name__}: it lacks {len(absent)} weights, the first being {absent[0]}"
+        )
+    try:
+        return Target(model.to(device))
+    except torch.OutOfMemoryError as error:
+        size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30
+        raise TargetError(
+            f"{name} needs {size:.1f} GiB of {device}, which has less left; take another device or a smaller target, "
+            "or bfloat16 if target.dtype is float32"
+        ) from error
 
 
 class Target:
@@ -182,7 +198,7 @@ class Target:
             intermediate_size=inner or 4 * self.hidden_size,
             vocab_size=self.rows,
             num_target_layers=self.layer_count,
-            target_layer_ids=tuple(taps) if taps else default_layer_ids(self.layer_count, layers),
+            target_layer_ids=default_layer_ids(self.layer_count, layers) if taps is None else tuple(taps),
             mask_token_id=mask_token_id,
             block_size=block_size,
             rope_theta=float(shape.pop("rope_theta", None) or theta or getattr(config, "rope_theta", None) or 1e6),

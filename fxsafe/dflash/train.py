@@ -23,7 +23,7 @@ from fxsafe.dflash import chat, checkpoint
 from fxsafe.dflash.batches import MicroBatch, seed_for
 from fxsafe.dflash.compiling import promise_recompile_limit
 from fxsafe.dflash.config import FULL, SLIDING, DrafterConfig
-from fxsafe.dflash.engine import Engine, StepReport
+from fxsafe.dflash.engine import Engine, StepReport, WorkerError, advice
 from fxsafe.dflash.errors import CheckpointError, DataError, SettingsError
 from fxsafe.dflash.export import export_drafter, load_drafter, load_into
 from fxsafe.dflash.flops import drafter_flops, peak_flops, target_flops
@@ -100,6 +100,8 @@ class Trainer:
         self.settings, self._say = settings, say
         data, run = settings.data, settings.run
         self._drafter_devices = devices_of(settings.drafter.devices, "drafter.devices")
+        if settings.drafter.attention == "flex" and any(d.type == "cpu" for d in self._drafter_devices):
+            raise SettingsError('drafter.attention: flex_attention has no backward on a CPU; take "auto" or "dense"')
         self._targets = self._place_targets(target)
         self.target = self._targets[0]
         if settings.target.compile:
@@ -140,8 +142,12 @@ class Trainer:
             on_step: is called after each step.
         """
         promise_recompile_limit()
-        with joined(self._drafter_devices[0].type == "cuda") as processes:
-            return self._run(processes, quiet or not processes.first, on_step)
+        try:
+            with joined(self._drafter_devices[0].type == "cuda") as processes:
+                return self._run(processes, quiet or not processes.first, on_step)
+        except torch.OutOfMemoryError as error:  # in a thread it is the engine's to tell
+            text = str(error).splitlines()[0]
+            raise WorkerError(f"out of memory: {text}{advice(self.plan.memory)}") from error
 
     def _run(self, processes: Processes, quiet: bool, on_step: Callable[[int, StepReport], None] | None) -> Outcome:
         settings, run = self.settings, self.settings.run
@@ -150,10 +156,13 @@ class Trainer:
                 f"data.micro_batches {settings.data.micro_batches} is no multiple of the {processes.world} processes"
             )
         if processes.first:
-            self.out.mkdir(parents=True, exist_ok=True)
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise SettingsError(f"run.out {self.out} cannot be made: {error}") from error
         processes.wait()
         root = self.out / "checkpoints"
-        examples = self._examples(self.rows, "data")
+        examples = self._examples(self.rows, "data", "data.train")
         replicas = self._replicas()
         master = Master(self._first_weights(replicas[0]), settings.optim, self._drafter_devices[0])
         step = self._resume(root, master, examples)
@@ -202,6 +211,7 @@ class Trainer:
             per_step=settings.data.micro_batches // processes.world,
             depth=settings.data.depth,
             reduce=processes.reduce if processes.world > 1 else None,
+            memory=self.plan.memory,
             stall_after=run.stall_after or None,
         )
         try:
@@ -318,7 +328,7 @@ class Trainer:
             load_into(drafter, self.warm)
         return drafter.state_dict()
 
-    def _examples(self, rows: Rows, purpose: str, *, shuffle: bool = True) -> Examples:
+    def _examples(self, rows: Rows, purpose: str, name: str, *, shuffle: bool = True) -> Examples:
         data = self.settings.data
         return Examples(
             rows,
@@ -329,6 +339,7 @@ class Trainer:
             on_error=data.on_error,
             report=self._say,
             shuffle=shuffle,
+            name=name,
         )
 
     def _held_out(self) -> list[MicroBatch]:
@@ -338,7 +349,7 @@ class Trainer:
         data = self.settings.data
         count = min(data.validation_batches, max(1, len(self.held_out) // data.batch_size))
         stream = micro_batches(
-            self._examples(self.held_out, "validation", shuffle=False),
+            self._examples(self.held_out, "validation", "the validation rows", shuffle=False),
             seed=seed_for(self.settings.run.seed, "validation"),
             batch_size=data.batch_size,
             anchors=self.settings.drafter.anchors,

@@ -68,12 +68,24 @@ def test_plain_text_is_learnt_whole() -> None:
         ({"messages": [3]}, "no object"),
         ({"other": 1}, "has none of"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "2 input_ids and 1"),
+        ({"input_ids": "ab"}, "input_ids is no list of whole numbers"),
+        ({"input_ids": [1, 2.5]}, "input_ids is no list of whole numbers"),
+        ({"input_ids": [1, 2], "loss_mask": 1}, "loss_mask is no list"),
+        ({"input_ids": [1, -1]}, "token -1 is not in"),
         ({"input_ids": [64]}, "token 64 is not in the target's vocabulary of 64 rows"),
     ],
 )
 def test_rows_that_cannot_be_understood_say_why(row: dict[str, Any], message: str) -> None:
     with pytest.raises(BrokenRow, match=message):
         encoder(tokens.tokenizer(), 64)(row)
+
+
+def test_conversations_without_a_chat_template_end_the_run_at_once() -> None:
+    tokenizer = tokens.tokenizer()
+    tokenizer.chat_template = None
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
+    with pytest.raises(DataError, match="no chat template"):
+        encoder(tokenizer, 64)({"messages": turns})
 
 
 def test_the_mask_token_is_the_first_row_without_a_token() -> None:
@@ -106,6 +118,35 @@ def test_a_broken_line_is_reported_with_file_and_line_and_left_out(lines: Path) 
     next(stream)
     assert stream.epoch == 1
     assert sorted(line.partition(": no")[0] for line in set(said)) == [f"left out: {lines}:11", f"left out: {lines}:3"]
+
+
+def test_many_broken_lines_are_told_once_and_then_counted(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("[1]\n" * 50 + '{"text": "text a of some length"}\n')
+    said: list[str] = []
+    stream = examples(JsonLines(path), said)
+    for _ in range(3):
+        next(stream)
+    assert len(set(said)) == len(said) == 21
+    assert said[-1] == "data.train: further rows that are left out are only counted"
+    assert stream.counts.broken >= 100
+
+
+def test_one_row_among_many_that_are_broken_is_found_in_every_epoch(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("[1]\n" * 9 + '{"text": "text a of some length"}\n')
+    stream = examples(JsonLines(path))
+    assert {next(stream).origin for _ in range(40)} == {f"{path}:10"}
+    assert stream.epoch in (39, 40)
+
+
+def test_an_epoch_without_anything_to_learn_is_refused_with_its_counts(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("[1]\n" * 3 + '{"input_ids": [1, 2], "loss_mask": [0, 0]}\n')
+    stream = examples(JsonLines(path), name="some rows")
+    stream.seek({"epoch": 4, "offset": 2})
+    with pytest.raises(DataError, match=r"some rows: none of 4 rows .* 3 broken, 0 too long, 1 without"):
+        next(stream)
 
 
 def test_a_broken_line_ends_the_run_if_asked(lines: Path) -> None:

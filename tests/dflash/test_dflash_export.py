@@ -115,6 +115,17 @@ def test_an_export_that_reads_back_differently_is_not_kept(tmp_path: Path, monke
     assert (good / "model.safetensors").read_bytes() == before
 
 
+def test_a_model_that_is_no_drafter_is_not_replaced(tmp_path: Path) -> None:
+    tiny.target_model("qwen3").save_pretrained(tmp_path / "target")
+    before = (tmp_path / "target" / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match="something else than a drafter"):
+        export_drafter(tiny.drafter(tiny.config()).state_dict(), tiny.config(), tmp_path / "target")
+    (tmp_path / "target" / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match="something else than a drafter"):
+        export_drafter(tiny.drafter(tiny.config()).state_dict(), tiny.config(), tmp_path / "target")
+    assert (tmp_path / "target" / "model.safetensors").read_bytes() == before
+
+
 def test_a_directory_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("")

@@ -163,3 +163,16 @@ def test_compiled_layers_give_the_same_features_and_decoding_does_without(family
     assert torch.equal(target.forward(IDS, ())[0], logits)
     target.forward(IDS[:, :5], (0,))
     assert graph_count() == compiled
+
+
+def test_a_directory_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    model = tiny.target_model("qwen3")
+    state = {name: tensor for name, tensor in model.state_dict().items() if "layers.2.mlp" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(TargetError, match=r"lacks 3 weights, the first being model\.layers\.2\.mlp\.down_proj"):
+        load_target(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_a_tied_head_is_not_missed(tmp_path: Path) -> None:
+    tiny.target_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert load_target(str(tmp_path), dtype=torch.float32, device=torch.device("cpu")).rows == tiny.VOCAB

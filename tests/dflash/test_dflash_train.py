@@ -20,7 +20,7 @@ from fxsafe.dflash.errors import CheckpointError, DataError, DFlashError, NotFin
 from fxsafe.dflash.export import export_drafter, load_drafter
 from fxsafe.dflash.journal import describe, plot, read_metrics
 from fxsafe.dflash.losses import LossSettings
-from fxsafe.dflash.optim import OptimSettings
+from fxsafe.dflash.optim import Master, OptimSettings
 from fxsafe.dflash.rows import Table
 from fxsafe.dflash.settings import DataSettings, DrafterSettings, RunSettings, Settings, TargetSettings
 from fxsafe.dflash.target import Target
@@ -258,6 +258,13 @@ def test_a_warm_start_from_a_drafter_of_another_target_is_refused(tmp_path: Path
         ({"drafter__mask_token_id": None}, SettingsError, "free for the mask token"),
         ({"drafter__mask_token_id": 64}, SettingsError, "no row of the embedding"),
         ({"drafter__devices": ("cuda:77",)}, SettingsError, "cuda:77 does not exist"),
+        ({"drafter__target_layer_ids": ()}, SettingsError, "target_layer_ids is empty"),
+        ({"drafter__attention": "flex"}, SettingsError, "no backward on a CPU"),
+        ({"optim__lr": -1.0}, SettingsError, r"optim\.lr is -1\.0 and has to be at least 0"),
+        ({"optim__betas": (0.9, 1.0)}, SettingsError, r"optim\.betas"),
+        ({"optim__warmup": 3.0}, SettingsError, r"optim\.warmup is 3\.0 .* share of the steps"),
+        ({"loss__alpha": 7.0}, SettingsError, r"loss\.alpha"),
+        ({"run__epochs": 0.0}, SettingsError, r"run\.epochs"),
         ({"drafter__devices": ("toaster",)}, SettingsError, "'toaster' is no device"),
         ({"data__max_length": 10**6}, SettingsError, "positions"),
         ({"data__validation": ("nowhere.jsonl",)}, DataError, r"nowhere\.jsonl cannot be read"),
@@ -269,6 +276,41 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     with pytest.raises(error, match=message):
         trainer(tmp_path / "run", **change)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_finds_too_little_memory_says_what_the_plan_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(tmp_path)
+
+    def update(*args: Any) -> tuple[float, bool]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB")
+
+    monkeypatch.setattr(Master, "update", update)
+    with pytest.raises(WorkerError) as caught:
+        run.run(quiet=True)
+    assert run.plan.memory in str(caught.value)
+    assert "Tried to allocate 8 GiB" in str(caught.value)
+    assert "lower data.max_length" in str(caught.value)
+
+
+def test_the_place_of_a_run_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(SettingsError, match=r"run\.out .*/run cannot be made"):
+        trainer(tmp_path / "run").run(quiet=True)
+    assert (tmp_path / "run").read_text() == "a file"
+
+
+def test_events_for_tensorboard_hold_the_numbers_of_the_log(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer(tmp_path, run__tensorboard=True).run(quiet=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert [e.step for e in events.Scalars("loss")] == [row["step"] for row in rows]
+    assert [e.value for e in events.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
 
 
 def test_a_loss_that_is_not_finite_stops_saves_and_names_the_rows(tmp_path: Path) -> None:
