@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from fxsafe.dflash.losses import LossSettings
 from fxsafe.dflash.model import Drafter
 from fxsafe.dflash.optim import OptimSettings, learning_rate
 from fxsafe.dflash.rows import Table
+from fxsafe.dflash.sessions import DraftSession
 from fxsafe.dflash.settings import DataSettings, DrafterSettings, RunSettings, Settings, TargetSettings
-from fxsafe.dflash.speculate import Evaluation, evaluate
+from fxsafe.dflash.speculate import Evaluation, decode, evaluate
 from fxsafe.dflash.target import Target
 from fxsafe.dflash.train import Trainer
 
@@ -104,8 +105,36 @@ def run_demo(out: Path, size: DemoSize | None = None, say: Callable[[str], None]
         },
     }
     (out / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
+    for line in sample_of(target, trained, prompts[0], size.new_tokens):
+        say(line)
     say(f"checkpoints, curves.png, evaluation.json and the drafter for z-lab's package, SGLang and vLLM are in {out}")
+    mine, other = reports["trained"], reports["untrained"]
+    say(
+        f"acceptance length {mine.acceptance_per_request:.2f} of {config.block_size} "
+        f"(untrained {other.acceptance_per_request:.2f}), "
+        f"greedy text equal to the target's own in {mine.equal} of {len(prompts)}"
+    )
     return result
+
+
+def sample_of(target: Target, drafter: Drafter, prompt: Sequence[int], new_tokens: int) -> list[str]:
+    """A prompt and what follows it, decoded with the drafter and without; bars part what single forwards gave."""
+    plain = decode(target, prompt, new_tokens=new_tokens)
+    propose = DraftSession(drafter, target.head).propose
+    fast = decode(target, prompt, new_tokens=new_tokens, taps=drafter.config.target_layer_ids, propose=propose)
+    pieces, at = [[fast.tokens[0]]], 1
+    for count in fast.taken:
+        pieces.append(list(fast.tokens[at : at + count]))
+        at += count
+
+    def words(tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace").replace("\n", "\\n")
+
+    return [
+        f"prompt:             {words(prompt)}",
+        f"target alone:       {words(plain.tokens)}   ({len(plain.taken) + 1} forwards)",
+        f"with the drafter:   {'|'.join(map(words, pieces))}   ({len(fast.taken) + 1} forwards)",
+    ]
 
 
 def english() -> bytes:

@@ -76,7 +76,7 @@ def export_drafter(state: Mapping[str, Tensor], config: DrafterConfig, directory
         if path.exists():
             shutil.rmtree(path)
         new.replace(path)
-    except OSError as error:
+    except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)

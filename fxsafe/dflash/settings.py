@@ -64,7 +64,7 @@ class DrafterSettings:
         devices: one drafter thread for each; "auto" as for the target.
         dtype: of weights and activations; master weights are fp32 always.
         compile: compile each drafter in its own thread.
-        backend: of torch.compile.
+        backend: of torch.compile, for the target too.
         attention: flex_attention needs CUDA; auto takes it there and dense SDPA elsewhere.
     """
 

@@ -106,7 +106,7 @@ class Trainer:
         self.target = self._targets[0]
         if settings.target.compile:
             for each in self._targets:
-                each.compile_layers()
+                each.compile_layers(settings.drafter.backend)
         self.tokenizer = tokenizer if target is not None else load_tokenizer(settings)
         if self.tokenizer is not None and len(self.tokenizer) > self.target.rows:
             raise DataError(
@@ -145,6 +145,12 @@ class Trainer:
         try:
             with joined(self._drafter_devices[0].type == "cuda") as processes:
                 return self._run(processes, quiet or not processes.first, on_step)
+        except OSError as error:
+            kept = checkpoint.latest(self.out / "checkpoints")
+            raise CheckpointError(
+                f"{self.out} cannot be written: {error}"
+                + (f"; the state is that of {kept.name}, and the same command goes on from there" if kept else "")
+            ) from error
         except torch.OutOfMemoryError as error:  # in a thread it is the engine's to tell
             text = str(error).splitlines()[0]
             raise WorkerError(f"out of memory: {text}{advice(self.plan.memory)}") from error

@@ -59,4 +59,11 @@ def test_the_demo_in_small(tmp_path: Path) -> None:
         assert result[name]["new_tokens"] == 48
     assert result["trained"]["acceptance_pooled"] > result["untrained"]["acceptance_pooled"]
     assert (tmp_path / "demo" / "evaluation.json").exists()
-    assert any("1 target" in line or "devices" in line for line in said)
+    alone, drafted = (
+        next(line for line in said if line.startswith(start)) for start in ("target alone:", "with the drafter:")
+    )
+    own, joined = (line[20 : line.rindex("   (")].replace("|", "") for line in (alone, drafted))
+    assert len(own) >= 24
+    assert joined == own
+    assert "(untrained 1." in said[-1]
+    assert said[-1].endswith("greedy text equal to the target's own in 2 of 2")

@@ -221,6 +221,25 @@ def test_a_run_is_not_resumed_with_settings_that_would_change_it(
         trainer(tmp_path, **change).run(quiet=True)
 
 
+def test_a_target_that_is_compiled_teaches_the_same(tmp_path: Path) -> None:
+    plain = trainer(tmp_path / "plain", drafter__backend="aot_eager", run__max_steps=3)
+    plain.run(quiet=True)
+    with fxsafe.install():
+        run = trainer(
+            tmp_path / "compiled",
+            drafter__backend="aot_eager",
+            drafter__compile=True,
+            target__compile=True,
+            run__max_steps=3,
+            run__log_every=1,
+        )
+        run.run(quiet=True)
+    assert read_metrics(tmp_path / "compiled" / "metrics.jsonl")[0]["graphs"] > 0
+    ours, theirs = state_of(tmp_path / "compiled"), state_of(tmp_path / "plain")
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, atol=5e-5, rtol=1e-3)
+
+
 def test_nothing_on_disk_is_a_pickle(tmp_path: Path) -> None:
     trainer(tmp_path).run(quiet=True)
     kinds = {p.suffix for p in tmp_path.rglob("*") if p.is_file()}
