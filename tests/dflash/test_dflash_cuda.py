@@ -59,3 +59,21 @@ def test_the_recompile_limit_reaches_the_threads_of_the_backward() -> None:
         assert seen[0][1] != threading.get_ident()
     finally:
         promise_recompile_limit(before)
+
+
+def test_a_state_restored_on_a_gpu_goes_on_to_the_bit() -> None:
+    device = torch.device("cuda:0")
+    generator = torch.Generator().manual_seed(0)
+    start = {"a": torch.randn(64, 32, generator=generator), "b": torch.ones(32)}
+    grads = [[torch.randn(t.shape, generator=generator) for t in start.values()] for _ in range(4)]
+    whole, first, second = (Master(start, OptimSettings(), device) for _ in range(3))
+    for some in grads:
+        whole.update([g.to(device) for g in some], 1e-2)
+    for some in grads[:2]:
+        first.update([g.to(device) for g in some], 1e-2)
+    second.restore({name: tensor.cpu() for name, tensor in first.tensors().items()})
+    for some in grads[2:]:
+        second.update([g.to(device) for g in some], 1e-2)
+    ours, theirs = second.tensors(), whole.tensors()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
