@@ -49,14 +49,14 @@ def size_of(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
 
 
-def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: int, steps: int) -> Plan:
+def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: int | None, steps: int) -> Plan:
     """Compute the plan.
 
     Args:
         settings: of the run.
         target: loaded.
         config: of the drafter.
-        rows: of training data.
+        rows: of training data, None for a stream.
         steps: of the optimizer.
     """
     size = dtype_of(settings.drafter.dtype).itemsize
@@ -94,7 +94,7 @@ def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: i
         f"work     {amount(target_cost)}FLOP target and {amount(drafter)}FLOP drafter for a sequence of "
         f"{length} tokens: one target thread keeps {1 / share:.2f} drafter threads busy on equal devices; "
         f"here it has {len(settings.drafter.devices) / len(settings.target.devices):.2f}",
-        f"steps    {steps} of {sequences} sequences, from {rows} rows",
+        f"steps    {steps} of {sequences} sequences, from {'a stream' if rows is None else f'{rows} rows'}",
     )
     return Plan(
         parameters=parameters,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from fxsafe.dflash.errors import DataError
 
-__all__ = ["BrokenRow", "JsonLines", "Rows", "Table", "open_rows"]
+__all__ = ["BrokenRow", "JsonLines", "Rows", "Stream", "Table", "open_rows", "open_stream"]
 
 
 class BrokenRow(Exception):
@@ -108,6 +109,69 @@ class Joined:
         return rows.origin(at)
 
 
+class Stream:
+    """Rows that can only be read in order, from the first one again in each epoch; a window of them is in memory.
+
+    Args:
+        parts: names and what can be iterated over, from the beginning each time.
+        window: rows in memory.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, Iterable[Mapping[str, Any]]]], window: int) -> None:
+        self._parts, self.window = parts, window
+        self._source: Iterator[tuple[str, Mapping[str, Any]]] | None = None
+        self._start, self._end = 0, 0
+        self._held: list[tuple[str, Mapping[str, Any]]] = []
+
+    def load(self, start: int) -> int:
+        """Take the rows from ``start``, a multiple of the window, into memory; returns how many there are.
+
+        What lies before is read over: from where the last window ended, or else from the first row.
+
+        Raises:
+            DataError: the source failed.
+        """
+        if self._source is None or start != self._start:
+            try:
+                if self._source is None or start < self._end:
+                    self._source, self._end = self._rows(), 0
+                self._end += sum(1 for _ in itertools.islice(self._source, start - self._end))
+                self._held = list(itertools.islice(self._source, self.window))
+            except Exception as error:  # datasets raises whatever its readers raise
+                self._source = None
+                raise DataError(f"{self.origin(self._end)} cannot be read: {type(error).__name__}: {error}") from error
+            self._start, self._end = start, self._end + len(self._held)
+        return len(self._held)
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        return self._held[number - self._start][1]
+
+    def origin(self, number: int) -> str:
+        held = self._held[number - self._start][0] if self._start <= number < self._end and self._held else ""
+        return held or f"{', '.join(name for name, _ in self._parts)}, row {number} or a later one"
+
+    def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for name, part in self._parts:
+            for number, row in enumerate(part):
+                yield f"{name}, row {number}", row
+
+
+def open_stream(names: Sequence[str], window: int) -> Stream:
+    """Open Parquet files and Hub data sets to be read in order, without the disk or the memory for all of them.
+
+    Raises:
+        DataError: one of them does not exist, or is a JSONL file, which is read line by line in any case.
+    """
+    if not names:
+        raise DataError("data.train is empty")
+    parts = []
+    for name in names:
+        if Path(name).suffix in (".jsonl", ".json"):
+            raise DataError(f"{name} is read line by line in any case; leave data.streaming off for it")
+        parts += [(name, part) for part in _tables(name, streaming=True)]
+    return Stream(parts, window)
+
+
 def open_rows(names: Sequence[str]) -> Rows:
     """Open files and Hub data sets, one behind the other.
 
@@ -140,15 +204,27 @@ def _open(name: str) -> Iterator[Rows]:
     if path.suffix in (".jsonl", ".json"):
         yield JsonLines(path)
         return
+    for table in _tables(name, streaming=False):
+        yield Table(table, name)
+
+
+def _tables(name: str, *, streaming: bool) -> Iterator[Any]:
+    path = Path(name)
     if path.suffix == ".parquet" and not path.exists():
         raise DataError(f"{name} does not exist")
     import datasets  # type: ignore[import-untyped, unused-ignore]
 
     try:
         if path.suffix == ".parquet":
-            yield Table(datasets.Dataset.from_parquet(str(path)), name)
+            if streaming:
+                yield datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+            else:
+                yield datasets.Dataset.from_parquet(str(path))
             return
         place, _, split = name.partition(":")
-        yield Table(datasets.load_dataset(place, split=split or "train"), name)
+        words = [place]
+        if place.count("/") == 2 and not Path(place).exists():
+            words = place.rsplit("/", 1)  # owner/name/config
+        yield datasets.load_dataset(*words, split=split or "train", streaming=streaming)
     except Exception as error:  # datasets raises whatever its readers raise
         raise DataError(f"{name} cannot be opened: {type(error).__name__}: {error}") from error

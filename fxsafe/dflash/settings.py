@@ -92,11 +92,14 @@ class DataSettings:
     """What is learnt from.
 
     Attributes:
-        train: files (.jsonl, .parquet) or Hub ids, "name" or "name:split" or "name/config:split". Rows hold
+        train: files (.jsonl, .parquet) or Hub ids, "owner/name", with "/config" or ":split" behind it. Rows hold
             "messages", or "conversations" with role/content or from/value, or "text", or "input_ids" and "loss_mask".
         validation: files or Hub ids of their own; none sets rows of ``train`` apart.
         validation_share: share of ``train`` that is set apart, if ``validation`` is empty.
         validation_batches: micro-batches measured each time.
+        streaming: read ``train`` in order while training, instead of downloading it first; needs run.max_steps, and
+            validation rows of their own or none. Shuffled within windows; a resumed run reads over what it had.
+        window: rows of a stream that are in memory, and shuffled.
         max_length: longest sequence.
         too_long: what to do with longer ones: learn from the beginning, leave them out, or stop.
         on_error: what to do with a row that cannot be read: report and leave it out, or stop.
@@ -110,6 +113,8 @@ class DataSettings:
     validation: tuple[str, ...] = ()
     validation_share: float = 0.01
     validation_batches: int = 8
+    streaming: bool = False
+    window: int = 10_000
     max_length: int = 3072
     too_long: Literal["truncate", "skip", "refuse"] = "truncate"
     on_error: Literal["skip", "refuse"] = "skip"
@@ -185,6 +190,7 @@ class Settings:
             ("data.batch_size", data.batch_size),
             ("data.micro_batches", data.micro_batches),
             ("data.bucket", data.bucket),
+            ("data.window", data.window),
             ("data.depth", data.depth),
             ("data.max_length", data.max_length - 1),
             ("drafter.anchors", drafter.anchors),
@@ -222,6 +228,12 @@ class Settings:
             if not fits:
                 section, _, part = name.partition(".")
                 raise SettingsError(f"{name} is {getattr(getattr(self, section), part)} and has to be {wish}")
+        if data.streaming and run.max_steps is None:
+            raise SettingsError("data.streaming needs run.max_steps: nobody knows how long a stream is")
+        if data.streaming and data.validation_share and not data.validation:
+            raise SettingsError(
+                "no rows of a stream can be set apart; name some with data.validation, or make data.validation_share 0"
+            )
         if drafter.sliding_layers > drafter.layers:
             raise SettingsError("drafter.sliding_layers is more than drafter.layers")
         if self.run.stall_after < 0:

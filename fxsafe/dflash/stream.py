@@ -11,7 +11,7 @@ import torch
 from fxsafe.dflash.anchors import candidates
 from fxsafe.dflash.batches import Example, MicroBatch, collate, seed_for
 from fxsafe.dflash.errors import DataError
-from fxsafe.dflash.rows import BrokenRow, Rows
+from fxsafe.dflash.rows import BrokenRow, Rows, Stream
 
 __all__ = ["Counts", "Examples", "micro_batches"]
 
@@ -34,7 +34,7 @@ class Examples:
     """Examples of shuffled rows, for ever; each epoch has an order of its own, from the seed and its number.
 
     Args:
-        rows: at least one.
+        rows: at least one; a stream is shuffled within each of its windows.
         encode: raises BrokenRow.
         seed: of the order.
         max_length: in tokens.
@@ -47,7 +47,7 @@ class Examples:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: Rows | Stream,
         encode: Callable[[Mapping[str, Any]], Example],
         *,
         seed: int,
@@ -87,14 +87,13 @@ class Examples:
         whole = self.epoch if not self.offset else self.epoch + 1
         before = dataclasses.replace(self.counts)
         while True:
-            if self._order is None:
-                self._order = self._ordered()
-            if self.offset >= len(self._order):
+            number = self._number()
+            if number is None:
                 if self.epoch == whole:
                     raise DataError(self._nothing(before))
-                self.epoch, self.offset, before = self.epoch + 1, 0, dataclasses.replace(self.counts)
-                self._order = self._ordered()
-            number = self._order[self.offset]
+                self.epoch, self.offset, self._order = self.epoch + 1, 0, None
+                before = dataclasses.replace(self.counts)
+                continue
             self.offset += 1
             if (example := self._example(number)) is not None:
                 self.counts.used += 1
@@ -104,16 +103,31 @@ class Examples:
         """Why an epoch that began with these counts had nothing."""
         now = self.counts
         return (
-            f"{self._name}: none of {len(self._rows)} rows can be learnt from: {now.broken - before.broken} broken, "
+            f"{self._name}: none of {self.offset} rows can be learnt from: {now.broken - before.broken} broken, "
             f"{now.too_long - before.too_long} too long, {now.nothing_to_learn - before.nothing_to_learn} without two "
             f"tokens of the assistant in a row within {self._max_length} tokens"
         )
 
-    def _ordered(self) -> list[int]:
+    def _number(self) -> int | None:
+        """The row at ``offset`` of this epoch's order; None behind the last one."""
+        rows = self._rows
+        if not isinstance(rows, Stream):
+            if self._order is None:
+                self._order = self._ordered(len(rows), "epoch", self.epoch)
+            return self._order[self.offset] if self.offset < len(self._order) else None
+        window, at = divmod(self.offset, rows.window)
+        count = rows.load(window * rows.window)
+        if at >= count:
+            return None
+        if self._order is None or at == 0:
+            self._order = self._ordered(count, "epoch", self.epoch, window)
+        return window * rows.window + self._order[at]
+
+    def _ordered(self, count: int, *words: object) -> list[int]:
         if not self._shuffle:
-            return list(range(len(self._rows)))
-        generator = torch.Generator().manual_seed(seed_for(self._seed, "epoch", self.epoch))
-        order: list[int] = torch.randperm(len(self._rows), generator=generator).tolist()
+            return list(range(count))
+        generator = torch.Generator().manual_seed(seed_for(self._seed, *words))
+        order: list[int] = torch.randperm(count, generator=generator).tolist()
         return order
 
     def _example(self, number: int) -> Example | None:

@@ -33,7 +33,7 @@ from fxsafe.dflash.optim import Master, learning_rate
 from fxsafe.dflash.plan import Plan, make_plan
 from fxsafe.dflash.processes import Processes, joined
 from fxsafe.dflash.replica import Replica, ReplicaSettings
-from fxsafe.dflash.rows import Rows, open_rows, split_rows
+from fxsafe.dflash.rows import Rows, Stream, Table, open_rows, open_stream, split_rows
 from fxsafe.dflash.settings import Settings, devices_of, dtype_of
 from fxsafe.dflash.stream import Examples, micro_batches
 from fxsafe.dflash.target import Target, load_target
@@ -118,15 +118,19 @@ class Trainer:
         longest = getattr(self.target.text_config, "max_position_embeddings", None)
         if longest and data.max_length > longest:
             raise SettingsError(f"data.max_length is {data.max_length}, and the target has {longest} positions")
-        rows = open_rows(data.train) if rows is None else rows
-        if data.validation:
-            self.rows, self.held_out = rows, open_rows(data.validation)
+        self.rows: Rows | Stream
+        self.held_out: Rows = open_rows(data.validation) if data.validation else Table([], "no rows")
+        if rows is None and data.streaming:
+            assert run.max_steps is not None  # the settings see to it
+            self.rows, self.steps, count = open_stream(data.train, data.window), run.max_steps, None
         else:
-            self.rows, self.held_out = split_rows(rows, data.validation_share, run.seed)
-        per_epoch = len(self.rows) / (data.batch_size * data.micro_batches)
-        steps = max(1, math.floor(run.epochs * per_epoch))
-        self.steps = min(steps, run.max_steps) if run.max_steps else steps
-        self.plan: Plan = make_plan(settings, self.target, self.config, len(self.rows), self.steps)
+            self.rows = open_rows(data.train) if rows is None else rows
+            if not data.validation:
+                self.rows, self.held_out = split_rows(self.rows, data.validation_share, run.seed)
+            count = len(self.rows)
+            steps = max(1, math.floor(run.epochs * count / (data.batch_size * data.micro_batches)))
+            self.steps = min(steps, run.max_steps) if run.max_steps else steps
+        self.plan: Plan = make_plan(settings, self.target, self.config, count, self.steps)
         self.out = Path(run.out)
         self._stop = threading.Event()
         self._interrupted = False
@@ -334,7 +338,7 @@ class Trainer:
             load_into(drafter, self.warm)
         return drafter.state_dict()
 
-    def _examples(self, rows: Rows, purpose: str, name: str, *, shuffle: bool = True) -> Examples:
+    def _examples(self, rows: Rows | Stream, purpose: str, name: str, *, shuffle: bool = True) -> Examples:
         data = self.settings.data
         return Examples(
             rows,
@@ -371,14 +375,14 @@ class Trainer:
         tensors, state = checkpoint.load_checkpoint(path)
         if state["config"] != self.config.to_json():
             raise CheckpointError(f"{path} is of another drafter; choose another run.out or the same settings")
-        for section, names in (("data", ("micro_batches", "batch_size", "train")), ("run", ("seed",))):
-            for name in names:
-                before, now = (
-                    state["settings"][section][name],
-                    json.loads(json.dumps(self.settings.to_json()))[section][name],
-                )
-                if before != now:
-                    raise CheckpointError(f"{path} was trained with {section}.{name} {before}, and now it is {now}")
+        settings = json.loads(json.dumps(self.settings.to_json()))
+        same = ["data.micro_batches", "data.batch_size", "data.train", "data.streaming", "run.seed"]
+        for name in [*same, "data.window"] if self.settings.data.streaming else same:
+            section, _, part = name.partition(".")
+            now = settings[section][part]
+            before = state["settings"][section].get(part, now)  # the setting may be younger than the checkpoint
+            if before != now:
+                raise CheckpointError(f"{path} was trained with {name} {before}, and now it is {now}")
         master.restore(tensors)
         examples.seek(state["position"])
         self._say(f"resumed from {path}")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fxsafe.dflash.batches import MicroBatch
 from fxsafe.dflash.chat import conversation_of, encoder, mask_token
 from fxsafe.dflash.errors import DataError
 from fxsafe.dflash.prepare import prepare
-from fxsafe.dflash.rows import BrokenRow, JsonLines, Table, open_rows, split_rows
+from fxsafe.dflash.rows import BrokenRow, JsonLines, Stream, Table, open_rows, open_stream, split_rows
 from fxsafe.dflash.stream import Examples, micro_batches
 from fxsafe.dflash.target import Target
 
@@ -200,6 +201,67 @@ def test_processes_share_out_the_micro_batches_of_one() -> None:
         assert torch.equal(ours.anchors_BN, theirs.anchors_BN)
     assert parts[0][-1].position == parts[1][-1].position == alone[-1].position
     assert {b.ids_BS.shape[1] % 8 for b in alone} == {0}
+
+
+def parquet(path: Path, count: int = 23) -> Path:
+    import datasets
+
+    datasets.Dataset.from_list([{"text": f"text {i} of some length"} for i in range(count)]).to_parquet(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_stream_gives_each_row_once_an_epoch_in_an_order_of_its_own(kind: str, tmp_path: Path) -> None:
+    path = parquet(tmp_path / "rows.parquet")
+    name = str(path if kind == "file" else path.parent)
+    stream = examples(open_stream([name], 5))
+    epochs = [[next(stream).origin for _ in range(23)] for _ in range(2)]
+    assert set(epochs[0]) == set(epochs[1]) == {f"{name}, row {i}" for i in range(23)}
+    assert epochs[0] != epochs[1]
+    for epoch in epochs:
+        for start in range(0, 23, 5):
+            assert set(epoch[start : start + 5]) == {f"{name}, row {i}" for i in range(start, min(start + 5, 23))}
+    assert stream.epoch == 1
+
+
+@pytest.mark.parametrize("window", [1, 4, 23, 100])
+def test_a_stream_that_is_read_goes_on_from_any_position(window: int, tmp_path: Path) -> None:
+    path = str(parquet(tmp_path / "rows.parquet"))
+    whole = examples(open_stream([path], window))
+    seen, places = [], []
+    for _ in range(60):
+        places.append(dict(whole.position))
+        seen.append(next(whole).origin)
+    for at in (0, 3, 4, 22, 23, 24, 50):
+        again = examples(open_stream([path], window))
+        again.seek(json.loads(json.dumps(places[at])))
+        assert [next(again).origin for _ in range(9)] == seen[at : at + 9]
+    for at in (50, 2, 30):  # the same object, back and forth
+        whole.seek(places[at])
+        assert [next(whole).origin for _ in range(9)] == seen[at : at + 9]
+
+
+def test_several_streams_are_read_one_behind_the_other(tmp_path: Path) -> None:
+    names = [str(parquet(tmp_path / f"{name}.parquet", count)) for name, count in (("a", 3), ("b", 4))]
+    stream = examples(open_stream(names, 2), shuffle=False)
+    expected = [f"{name}, row {i}" for name, count in zip(names, (3, 4), strict=True) for i in range(count)]
+    assert [next(stream).origin for _ in range(8)] == [*expected, expected[0]]
+
+
+def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="line by line in any case"):
+        open_stream(["a.jsonl"], 2)
+    with pytest.raises(DataError, match=r"nowhere\.parquet does not exist"):
+        open_stream([str(tmp_path / "nowhere.parquet")], 2)
+    with pytest.raises(DataError, match=r"data\.train is empty"):
+        open_stream([], 2)
+
+    def failing() -> Iterator[dict[str, Any]]:
+        yield {"text": "text a of some length"}
+        raise OSError("the network is gone")
+
+    with pytest.raises(DataError, match="far away, row 0 or a later one cannot be read: OSError: the network is gone"):
+        next(examples(Stream([("far away", failing())], 2)))
 
 
 def test_parquet_is_read_by_number(tmp_path: Path) -> None:

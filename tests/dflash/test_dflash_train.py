@@ -120,6 +120,31 @@ def test_a_run_that_was_stopped_goes_on_with_the_numbers_of_one_that_was_not(tmp
             assert mine[name] == other[name]
 
 
+def test_a_run_on_a_stream_goes_on_in_the_middle_of_a_window(tmp_path: Path) -> None:
+    import datasets
+
+    made = rows()
+    datasets.Dataset.from_list([dict(made[i]) for i in range(30)]).to_parquet(str(tmp_path / "rows.parquet"))
+
+    def run(name: str) -> Trainer:
+        wish = settings(
+            tmp_path / name,
+            data__validation_share=0.0,
+            data__train=(str(tmp_path / "rows.parquet"),),
+            data__window=7,
+            data__streaming=True,
+        )
+        return Trainer(wish, target=Target(tiny.target_model("qwen3")), say=lambda line: None)
+
+    whole, first = run("whole"), run("parts")
+    assert "a stream" in whole.plan.lines[-1]
+    whole.run(quiet=True)
+    first.run(quiet=True, on_step=lambda step, report: first.stop() if step == 5 else None)
+    assert run("parts").run(quiet=True).finished
+    ours, theirs = state_of(tmp_path / "parts"), state_of(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
@@ -284,6 +309,7 @@ def test_a_warm_start_from_a_drafter_of_another_target_is_refused(tmp_path: Path
         ({"optim__warmup": 3.0}, SettingsError, r"optim\.warmup is 3\.0 .* share of the steps"),
         ({"loss__alpha": 7.0}, SettingsError, r"loss\.alpha"),
         ({"run__epochs": 0.0}, SettingsError, r"run\.epochs"),
+        ({"data__streaming": True}, SettingsError, "no rows of a stream can be set apart"),
         ({"drafter__devices": ("toaster",)}, SettingsError, "'toaster' is no device"),
         ({"data__max_length": 10**6}, SettingsError, "positions"),
         ({"data__validation": ("nowhere.jsonl",)}, DataError, r"nowhere\.jsonl cannot be read"),
