@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -188,9 +189,12 @@ def _train(options: Any) -> int:
     from fxsafe.dflash.train import Trainer
 
     built = _settings(options)
-    trainer = Trainer(built)
+    # Of the processes that torchrun starts one speaks.
+    first = os.environ.get("RANK", "0") == "0"
+    say = print if first else _silent
+    trainer = Trainer(built, say=say)
     for line in trainer.plan.lines:
-        print(line)
+        say(line)
     if options.dry_run:
         return 0
     run = built.run
@@ -200,12 +204,16 @@ def _train(options: Any) -> int:
         if run.record:
             stack.enter_context(fxsafe.record(run.record))
         outcome = trainer.run()
-    print(f"checkpoint {outcome.checkpoint}")
-    if outcome.export:
-        print(f"drafter    {outcome.export}")
+    say(f"checkpoint {outcome.checkpoint}")
+    if outcome.finished:
+        say(f"drafter    {outcome.export}")
         return 0
-    print(f"stopped after step {outcome.step}; the same command goes on from there")
+    say(f"stopped after step {outcome.step}; the same command goes on from there")
     return 130
+
+
+def _silent(text: str) -> None:
+    """Another process prints it."""
 
 
 def _settings(options: Any) -> Settings:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import tiny
 import torch
 
 from fxsafe.dflash import checkpoint
+from fxsafe.dflash.export import load_drafter
 from fxsafe.dflash.journal import read_metrics
 from fxsafe.dflash.processes import Processes
 from fxsafe.dflash.target import Target
@@ -65,3 +67,23 @@ def test_one_process_needs_no_others() -> None:
     assert alone.any(True)
     assert not alone.any(False)
     alone.wait()
+
+
+def test_torchrun_runs_the_command_to_its_end_and_one_process_speaks(tmp_path: Path) -> None:
+    tiny.target_model("qwen3").save_pretrained(tmp_path / "target")
+    made = test_dflash_train.rows()
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(dict(made[i])) + "\n" for i in range(30)))
+    document = test_dflash_train.settings(tmp_path / "run", run__max_steps=2).to_json()
+    document["target"]["model"] = str(tmp_path / "target")
+    document["data"]["train"] = [str(tmp_path / "data.jsonl")]
+    (tmp_path / "settings.yaml").write_text(json.dumps(document))  # JSON is YAML too
+    command = [
+        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "fxsafe", "dflash", "train", "--config", str(tmp_path / "settings.yaml"),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("checkpoint ") == done.stdout.count("drafter    ") == 1
+    assert load_drafter(tmp_path / "run" / "export")[0].target_layer_ids == (0, 2)
