@@ -59,12 +59,10 @@ class Journal:
         self._stream = self.path.open("a")  # after all that can fail
         self._bar: Any = None
         if not quiet and sys.stdout.isatty():
-            from rich.progress import Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress
 
-            self._bar = Progress(
-                *Progress.get_default_columns()[:3], TimeRemainingColumn(), TextColumn("{task.fields[now]}")
-            )
-            self._task = self._bar.add_task("training", total=total, completed=first, now="")
+            self._bar = Progress()
+            self._task = self._bar.add_task("training", total=total, completed=first)
             self._bar.start()
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
@@ -78,18 +76,16 @@ class Journal:
                     self._writer.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(dict(values), step=step)
-        text = describe(values)
+        self.say(f"step {step}/{self._total}  {describe(values)}")
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, now=text)
-        else:
-            self.say(f"step {step}/{self._total}  {text}")
+            self._bar.update(self._task, completed=step)
 
     def say(self, text: str) -> None:
         """A line for people."""
         if self._quiet:
             return
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
             print(text, flush=True)
 

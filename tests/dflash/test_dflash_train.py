@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -435,3 +438,33 @@ def test_a_run_that_weights_and_biases_refuse_ends_before_training(
     monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(DFlashError, match=r"run\.wandb: Weights & Biases does not take the run"):
         trainer(tmp_path / "run", run__wandb="no/such").run(quiet=True)
+
+
+def test_a_terminal_shows_whole_lines_above_the_bar(tmp_path: Path) -> None:
+    pty = pytest.importorskip("pty")
+    values = {
+        "loss": 2.5,
+        "tokens_per_second": 12345.0,
+        "mfu": 0.55,
+        "drafter_wait": 0.25,
+        "target_wait": 0.5,
+        "graphs": 2,
+    }
+    program = f"""
+import pathlib
+from fxsafe.dflash.journal import Journal
+journal = Journal(pathlib.Path({str(tmp_path)!r}), 10)
+journal.record(5, {values!r})
+journal.close()
+"""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", program], stdout=theirs, env=os.environ | {"COLUMNS": "60"}) as child:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+            while part := os.read(ours, 4096):
+                shown += part
+    os.close(ours)
+    assert child.returncode == 0
+    assert f"step 5/10  {describe(values)}" in shown.decode()
+    assert "50%" in shown.decode()
