@@ -458,7 +458,9 @@ journal.record(5, {values!r})
 journal.close()
 """
     ours, theirs = pty.openpty()
-    with subprocess.Popen([sys.executable, "-c", program], stdout=theirs, env=os.environ | {"COLUMNS": "60"}) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=theirs, env=os.environ | {"COLUMNS": "60", "TERM": "xterm"}
+    ) as child:
         os.close(theirs)
         shown = b""
         with contextlib.suppress(OSError):  # how Linux says that the other end is closed
