@@ -135,7 +135,8 @@ def main() -> int:
                 changes = difflib.unified_diff(
                     one.splitlines(), other.splitlines(), "plain and alone", where, "", "", 0
                 )
-                print("\n".join(list(changes)[:8]))
+                for change in list(changes)[:8]:
+                    print(change)
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"torch": torch.__version__, "graphs": len(expected), "rows": rows}, file, indent=1)
