@@ -35,6 +35,7 @@ __all__ = [
     "Inline",
     "Marked",
     "Rewrite",
+    "Session",
     "ThreadGlobals",
     "after_fork_in_child",
     "functions_of",
@@ -50,7 +51,17 @@ __all__ = [
 
 PLACEHOLDER = "<fxsafe state>"
 # Names that torch has nowhere: they mark what is ours in a rewritten body.
-_NOW, _VALUES, _BEGUN, _GATE = (f"_fxsafe_{name}" for name in ("now", "values", "begun", "gate"))
+_OURS = "_fxsafe_"
+_NOW, _VALUES, _BEGUN, _GATE = (_OURS + name for name in ("now", "values", "begun", "gate"))
+# Before the try nothing is changed yet. The store is no call: Ctrl-C may come in front of a function's first line.
+_SESSION = f"""
+{_OURS}session = {PLACEHOLDER!r}.{_NOW}.{_OURS}session()
+try:
+    {_OURS}session.{_OURS}begin()
+finally:
+    {_OURS}session.{_VALUES}.{_OURS}flags = {_OURS}session.{_OURS}before
+    {_OURS}session.{_OURS}end()
+"""
 _CLOSING_LINES = 20
 _FUTURE = 0
 for _feature in __future__.all_feature_names:
@@ -219,20 +230,25 @@ class Rewrite(Marked):
         kept: bool = False,
         block: bool = False,
         marks: frozenset[str] = frozenset(),
+        session: bool = False,
     ) -> None:
         """
         Args:
             kept: the state is a ``Kept``, and the names are keys of its values.
             marks: see ``isolate``.
             block: the function is a generator that may go on in another thread; it then keeps the first one's values.
+            session: see ``Session``.
         """
         self._names = names
         self._kept = kept
         self._block = block
         self._marks = marks
+        self._session = session
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
+        if self._session:
+            Session().visit_FunctionDef(node)
         if self._block:
             begun = ast.Call(ast.Attribute(ast.Constant(PLACEHOLDER), _BEGUN, ast.Load()), [], [])
             statement = ast.Assign([ast.Name(_NOW, ast.Store())], begun)
@@ -266,13 +282,34 @@ class Gated(Marked):
     """Puts a call of the state's gate before the first statement of the function."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        first = node.body[0]
-        at = int(isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant))  # after the docstring
+        first, at = node.body[0], _after_docstring(node)
         call = ast.Expr(ast.Call(ast.Attribute(ast.Constant(PLACEHOLDER), _GATE, ast.Load()), [], []))
         for part in ast.walk(call):
             ast.copy_location(part, first)
         node.body.insert(at, call)
         return node
+
+
+class Session(Marked):
+    """Puts a session of the state's around the body of a context manager, at whose end the thread has again the flags
+    that it had before, wherever in the body Ctrl-C came.
+    """
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        first, at = node.body[0], _after_docstring(node)
+        session = _tree(_SESSION)
+        for part in ast.walk(session):
+            ast.copy_location(part, first)
+        assign, block = session.body
+        assert isinstance(block, ast.Try)
+        block.body += node.body[at:]
+        node.body[at:] = [assign, block]
+        return node
+
+
+def _after_docstring(node: ast.FunctionDef) -> int:
+    first = node.body[0]
+    return int(isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant))
 
 
 def lines_of(code: CodeType) -> range:
@@ -307,7 +344,7 @@ def _parse(function: FunctionType) -> ast.AST:
     raise AssertionError("unreachable")
 
 
-def _tree(text: str) -> ast.AST:
+def _tree(text: str) -> ast.Module:
     """``ast.parse``, in one step for other threads.
 
     Up to Python 3.11 a garbage collection, in the middle of making the tree, may let another thread run, and if that
@@ -349,8 +386,8 @@ def _gist(code: CodeType) -> tuple[object, ...]:
     """
     texts = {const for const in code.co_consts if isinstance(const, str)}
     return (
-        frozenset({*code.co_names, *texts} - {_NOW, _VALUES, _BEGUN, _GATE, PLACEHOLDER}),
-        tuple(name for name in code.co_varnames if name != _NOW),
+        frozenset(name for name in {*code.co_names, *texts} - {PLACEHOLDER} if not name.startswith(_OURS)),
+        tuple(name for name in code.co_varnames if not name.startswith(_OURS)),
         code.co_freevars,
         code.co_cellvars,
         tuple(
@@ -429,6 +466,7 @@ def isolate(
     home: bool = True,
     known: bool = False,
     blocks: frozenset[str] = frozenset(),
+    sessions: frozenset[str] = frozenset(),
     properties: Edit | None = None,
     marks: frozenset[str] = frozenset(),
 ) -> list[Edit]:
@@ -443,6 +481,7 @@ def isolate(
         known: whether they first get the values that the state makes for this thread, because what they hold may be
             another thread's.
         blocks: context managers for users, whose block may be left in another thread.
+        sessions: context managers that get a ``Session``.
         properties: for other modules, in place of properties that are always there.
         marks: flags whose global is true while any thread's flag is. While it is not, a reader reads it as before.
 
@@ -464,10 +503,11 @@ def isolate(
         shadowed = names & {name for c in codes for name in (*c.co_varnames, *c.co_cellvars, *c.co_freevars)}
         if shadowed:
             raise ShapeError(f"{where} has local variables {sorted(shadowed)}")
-        change = Rewrite(names, kept=True, block=function.__name__ in blocks, marks=marks)
+        name = function.__name__
+        change = Rewrite(names, kept=True, block=name in blocks, marks=marks, session=name in sessions)
         edits.append(CodeSwap(where, function, rewritten(where, function, change, state)))
-        if function.__name__ not in known_to_dynamo:
-            seen = vars(module).get(function.__name__)
+        if name not in known_to_dynamo:
+            seen = vars(module).get(name)
             manager = inspect.isgeneratorfunction(function) and getattr(seen, "__wrapped__", None) is function
             edits.append(Inline(where, function, seen if manager else None))
         found[function.__qualname__] = lines_of(function.__code__)

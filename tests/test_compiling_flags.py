@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
+import sys
 import threading
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -14,12 +16,16 @@ from locks_support import applied
 from support import FLAG_IS_GLOBAL, RELEASE, SOON_S, Task, trace_elsewhere
 from torch import nn
 
+from fxsafe import edits, thread_globals
+from fxsafe.patches import compiling_flags
+
 COMPILES_ARE_SESSIONS = hasattr(torch.compiler, "_compile_session_context")
 NAMES = [
     n for n in ("_is_compiling_flag", "_is_exporting_flag", "_is_non_strict_tracing_flag") if hasattr(torch.compiler, n)
 ]
 ALWAYS_ISOLATED = RELEASE < (2, 7)
 SET_BY_EXPORT = NAMES[:2]
+KEEPERS = {module.__file__ for module in (compiling_flags, edits, thread_globals)}
 OURS = ("tracing-flag", "compiling-flags") if FLAG_IS_GLOBAL else ("compiling-flags",)
 X = torch.ones(2)
 
@@ -162,6 +168,73 @@ def test_a_flag_that_others_set_by_attribute_stays_set_for_them_whatever_begins_
             assert not any(answers())
             assert not any(Task(answers).result())
             assert not any(vars(torch.compiler)[name] for name in NAMES)
+
+
+@pytest.mark.skipif(ALWAYS_ISOLATED, reason="up to torch 2.6 the module keeps its properties")
+@pytest.mark.parametrize("call", [export, compile_] if COMPILES_ARE_SESSIONS else [export])
+def test_a_flag_that_others_set_is_not_put_back_by_what_began_inside_of_it_and_ends_later(call: Any) -> None:
+    with applied(*OURS), pytest.MonkeyPatch.context() as theirs:
+        theirs.setattr(torch.compiler, "_is_compiling_flag", True)
+        with elsewhere(lambda held: (call(held), answers()), Held()) as task:
+            theirs.undo()
+            assert not any(answers())
+        assert not any(task.result()[1])
+        assert not any(answers())
+        assert not any(vars(torch.compiler)[name] for name in NAMES)
+        assert type(torch.compiler) is ModuleType
+
+
+def stops(run: Callable[[], Any], at: int | None = None) -> int:
+    """Calls ``run`` with Ctrl-C in front of a line of ours; how many lines there are."""
+    seen = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen
+        if frame.f_code.co_filename not in KEEPERS:
+            return None
+        # Not on the way out of a with-statement: a real Ctrl-C cannot come in front of the call of ``__exit__``.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "call" or (event == "line" and not line.lstrip().startswith("with ")):
+            seen += 1
+            if seen - 1 == at:
+                raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        assert at is not None
+    finally:
+        sys.settrace(previous)
+    return seen
+
+
+@pytest.mark.skipif(ALWAYS_ISOLATED, reason="up to torch 2.6 an export has no context manager of its own")
+@pytest.mark.parametrize(
+    "name", ["_compiling_state_context", "_compile_session_context", "_non_strict_tracing_context"]
+)
+def test_an_interrupt_anywhere_in_a_session_leaves_no_flag_set(name: str) -> None:
+    manager = getattr(torch._export.utils, name, None) or getattr(torch.compiler, name, None)
+    if manager is None:
+        pytest.skip("not in this release")
+
+    def session() -> None:
+        with manager():
+            pass
+
+    with applied(*OURS):
+        count = stops(session)
+        assert count > 20
+        for at in range(count):
+            stops(session, at)
+            assert not any(answers())
+            assert not any(Task(answers).result())
+            with elsewhere(inside_an_exports_flags, Held()):
+                assert not any(answers())
+            assert not any(vars(torch.compiler)[name] for name in NAMES)
+            assert type(torch.compiler) is ModuleType
 
 
 @pytest.mark.skipif(ALWAYS_ISOLATED, reason="up to torch 2.6 the module keeps its properties")

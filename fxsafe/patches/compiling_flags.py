@@ -34,7 +34,7 @@ from fxsafe.dynamo import frame_hider
 from fxsafe.edits import CodeSwap, CodeWrap, Edit, ModuleProperties
 from fxsafe.patches.base import Patch, Plan
 from fxsafe.shapes import ShapeError, own_function
-from fxsafe.thread_globals import Gated, Kept, ThreadGlobals, isolate, kept_state, properties_of, rewritten
+from fxsafe.thread_globals import Kept, Session, ThreadGlobals, isolate, kept_state, properties_of, rewritten
 from fxsafe.traces import FX
 
 __all__ = ["PATCH"]
@@ -47,21 +47,39 @@ _SINCE: dict[str, str] = {
 }
 EXPORT_UTILS = "torch._export.utils"
 _SETTER = "_compiling_state_context"
+_SESSIONS = frozenset({"_compile_session_context", "_non_strict_tracing_context"})
 _KNOWN_TO_DYNAMO = frozenset({"is_compiling", "is_exporting"})
 # Those whose global is set while any thread's flag is. Compiled code may have a guard on the third.
 _MARKS = frozenset({_COMPILING, "_is_exporting_flag"})
+_BEFORE = "before"  # among a session's flags, the flags before it
 _TRACING = "_is_fx_tracing_flag"
 _GUARD = "is_fx_symbolic_tracing"
 
 
 class _Values:
-    """A thread's flags: those that it has set, which are true."""
+    """A thread's flags."""
 
     def __init__(self) -> None:
-        self.flags: dict[str, Any] = {}
+        # Those that it has set. Inside a session those of the session, over what was there before it.
+        self._fxsafe_flags: dict[str, Any] = {}
+
+    def own(self, name: str) -> Any:
+        """None if the thread has not set it."""
+        flags = self._fxsafe_flags
+        while name not in flags and _BEFORE in flags:
+            flags = flags[_BEFORE]
+        return flags.get(name)
+
+    def outside(self) -> dict[str, Any]:
+        """The flags outside of all sessions."""
+        flags = self._fxsafe_flags
+        while _BEFORE in flags:
+            flags = flags[_BEFORE]
+        return flags
 
     def __getitem__(self, name: str) -> Any:
-        return self.flags.get(name) or _Session.anybody.otherwise(name)
+        value = self.own(name) if self._fxsafe_flags else None
+        return _Session.anybody.otherwise(name) if value is None else value
 
     def __setitem__(self, name: str, value: Any) -> None:
         _Session.anybody.set(self, name, value)
@@ -85,7 +103,7 @@ class _Anybody(ModuleProperties):
         self._globals = vars(compiler)
         self._names = names
         self._always = always
-        self._applied = self._there = False
+        self._applied = False
         self._forget()
 
     def _forget(self) -> None:
@@ -102,33 +120,42 @@ class _Anybody(ModuleProperties):
     def apply(self) -> None:
         self._forget()
         self._applied = True
-        self._settle()
+        if self._always:
+            super().apply()
 
     def undo(self) -> bool:
         with self._lock:
             if self._applied:
                 self._applied = False
-                for name in self._names if self._busy else ():
-                    self._globals[name] = name in self._home.flags or name in self._of_nobody
-            self._settle()
-            return not self._there
+                for name in self._names if self._is_there() else ():
+                    self._globals[name] = name in self._of_nobody or bool(self._home.own(name))
+            return super().undo() or not self._is_there()
 
     def move_in(self, home: _Values) -> None:
         """The globals are the flags of this thread. Called before any other can set one, or in a forked child."""
         self._forget()
         self._home = home
-        self._of_before = {name for name in self._names if self._globals[name]}
-        for name in self._of_before:
-            self.set(home, name, self._globals[name])
-        self._settle()
+        before = {name: self._globals[name] for name in self._names if self._globals[name]}
+        self._of_before = set(before)
+        for name, value in before.items():
+            self.set(home, name, value)
+        self.settle()
 
     def begin(self, values: _Values) -> None:
-        """These are about to be set, perhaps by attribute."""
+        """These are about to be set."""
         with self._lock:
+            self.settle()
             if not self._busy and self._applied:
-                self._settle(wanted=True)  # first: what others set by attribute from here on goes through the property
+                if not self._is_there():
+                    super().apply()  # first: what others set by attribute from here on goes through the property
                 self._of_nobody = {name for name in self._names if self._globals[name]} - self._of_before
             self._busy.add(values)
+
+    def enter(self, values: _Values) -> None:
+        """These have a session."""
+        with self._lock:
+            self.begin(values)
+            values._fxsafe_flags = {_BEFORE: values._fxsafe_flags}
 
     def otherwise(self, name: str) -> Any:
         """A flag of a thread that has not set it."""
@@ -140,47 +167,57 @@ class _Anybody(ModuleProperties):
                 if values is self._home:
                     self._globals[name] = value
                 return
-            if value:
-                busy = values in self._busy
+            flags = values._fxsafe_flags
+            if _BEFORE in flags:
+                flags[name] = value
+            elif value:
                 self.begin(values)
-                if name in self._of_nobody and name not in values.flags:  # perhaps the end of a block inside theirs
-                    if not busy:
-                        self._busy.discard(values)
-                else:
-                    values.flags[name] = value
+                if name in flags or name not in self._of_nobody:  # else perhaps the end of a block inside theirs
+                    flags[name] = value
             else:
-                ended = values
-                if name not in values.flags:
+                if name not in flags:
                     self._of_nobody.discard(name)
                     if name in self._of_before:
-                        ended = self._home
-                ended.flags.pop(name, None)
-                if ended is self._home:
+                        values = self._home
+                values.outside().pop(name, None)
+                if values is self._home:
                     self._of_before.discard(name)
-                if not ended.flags:
-                    self._busy.discard(ended)
-            holders = self._busy if name in _MARKS else {self._home}
-            self._globals[name] = name in self._of_nobody or any(name in holder.flags for holder in holders)
-            self._settle()
+            self.settle()
 
-    def _settle(self, *, wanted: bool = False) -> None:
-        wanted = self._applied and (wanted or self._always or bool(self._busy))
-        if wanted and not self._there:
-            self._there = True
-            super().apply()
-        elif self._there and not wanted:
-            self._there = not super().undo()
+    def settle(self) -> None:
+        """Brings the globals and the module's class to what the threads' flags say, which always hold.
+
+        Each time all of them, for Ctrl-C may have come in the middle of the time before.
+        """
+        with self._lock:
+            if not (self._applied and self._is_there()):
+                return
+            self._busy = busy = {values for values in self._busy.copy() if values._fxsafe_flags}
+            for name in self._names:
+                holders = busy if name in _MARKS else {self._home}
+                setters = [holder for holder in holders if holder.own(name)]
+                self._globals[name] = name in self._of_nobody or bool(setters)
+            if not (busy or self._always):
+                super().undo()
+
+    def _is_there(self) -> bool:
+        return self._class is not None and isinstance(self._module, self._class)  # or a class that others derived
 
 
 class _Session:
-    """Told that a thread begins to compile or export: ``torch._export.utils`` sets the flags by attribute."""
+    """The length of torch's own blocks. What the thread sets inside one ends with it."""
 
     anybody: _Anybody
-    state: Kept
 
-    @staticmethod
-    def _fxsafe_gate() -> None:
-        _Session.anybody.begin(_Session.state.now._fxsafe_values)
+    def __init__(self, values: _Values) -> None:
+        self._fxsafe_values = values
+        self._fxsafe_before = values._fxsafe_flags
+
+    def _fxsafe_begin(self) -> None:
+        _Session.anybody.enter(self._fxsafe_values)
+
+    def _fxsafe_end(self) -> None:
+        _Session.anybody.settle()
 
 
 # One for the process: what Dynamo guards on holds the state, and that holds what makes the values.
@@ -190,6 +227,9 @@ _anybody = functools.cache(_Anybody)
 class _Flags(ThreadGlobals):
     def __init__(self) -> None:
         self._fxsafe_values: Any = _Values()
+
+    def _fxsafe_session(self) -> _Session:
+        return _Session(self._fxsafe_values)
 
     def _fxsafe_move_in(self, here: dict[str, Any], *, known: bool) -> None:
         if known:  # in a forked child, which may be another thread's than the one at home
@@ -230,9 +270,8 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     present = {name: user for name, user in _SINCE.items() if name in vars(compiler)}
     names = frozenset({_COMPILING, *present})
     hide = frame_hider()
-    for kind in (_Values, _Anybody, _Flags, ModuleProperties):
+    for kind in (_Values, _Anybody, _Session, _Flags, ModuleProperties):
         hide(*(function for function in vars(kind).values() if isinstance(function, FunctionType)))
-    hide(_Session._fxsafe_gate)
     edits: list[Edit] = []
     if _TRACING in vars(fx) and _GUARD in vars(fx):
         function = own_function(fx, _GUARD)
@@ -240,11 +279,11 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
             edits.append(_Guard(fx, function, vars(compiler)))
         except ValueError as error:
             raise ShapeError(str(error)) from None
+    state = kept_state(compiler, names, _Flags)
     setter: list[Edit] = []
     if _SETTER in vars(utils):  # since 2.7; before, functions inside those of torch.export._trace
         where, function = f"{EXPORT_UTILS}.{_SETTER}", own_function(utils, _SETTER)
-        setter.append(CodeSwap(where, function, rewritten(where, function, Gated(), _Session)))
-    state = _Session.state = kept_state(compiler, names, _Flags)
+        setter.append(CodeSwap(where, function, rewritten(where, function, Session(), state)))
     _Session.anybody = _anybody(compiler, state, names, always=not setter)
     edits += isolate(
         compiler,
@@ -252,6 +291,7 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
         names,
         frozenset({"is_compiling", *present.values()}),
         known_to_dynamo=_KNOWN_TO_DYNAMO,
+        sessions=_SESSIONS,
         properties=_Session.anybody,
         marks=names & _MARKS,
     )
