@@ -212,6 +212,18 @@ def stops(run: Callable[[], Any], at: int | None = None) -> int:
 
 
 @pytest.mark.skipif(ALWAYS_ISOLATED, reason="up to torch 2.6 an export has no context manager of its own")
+def test_a_session_that_another_thread_leaves_ends_in_the_thread_that_entered_it() -> None:
+    with applied(*OURS):
+        session = torch._export.utils._compiling_state_context()
+        session.__enter__()
+        assert torch.compiler.is_exporting()
+        Task(lambda: session.__exit__(None, None, None)).result()
+        assert not any(answers())
+        assert not any(vars(torch.compiler)[name] for name in NAMES)
+        assert type(torch.compiler) is ModuleType
+
+
+@pytest.mark.skipif(ALWAYS_ISOLATED, reason="up to torch 2.6 an export has no context manager of its own")
 @pytest.mark.parametrize(
     "name", ["_compiling_state_context", "_compile_session_context", "_non_strict_tracing_context"]
 )
