@@ -49,10 +49,9 @@ def entries_beside(reset: Callable[[], Any]) -> int:
                 cannot(f"the call did not come to the lock: {task.result(0)}")
             time.sleep(0.001)  # nothing tells when a thread waits for a lock
         reset()
-    result = task.result()
-    if len(seen) != 2:
-        cannot(f"the call did not compile: {result}")
-    return seen[1]
+    task.result()
+    # What was freed shows in one way or another: the call fails, its work is not on record, or the process dies.
+    return seen[1] if len(seen) == 2 else 0
 
 
 def _waits(frame: Any) -> bool:
