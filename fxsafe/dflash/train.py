@@ -243,6 +243,8 @@ class Trainer:
                         save()
                     if on_step is not None:
                         on_step(step, report)
+                if window:  # stopped between two lines
+                    journal.record(step, self._numbers(window, lr))
             save()
         except BaseException as error:
             # Whatever it was, what has been learnt stays; a failure to save must not hide the first one.
@@ -260,7 +262,7 @@ class Trainer:
             shutil.rmtree(place, ignore_errors=True)
         elif step >= self.steps:
             export = export_drafter(master.best(), self.config, self.out / "export")
-        if processes.first:
+        if processes.first and journal.path.stat().st_size:  # it may be stopped before its first step
             plot(self.out)
         found = checkpoint.latest(root)
         assert found is not None
@@ -383,6 +385,15 @@ class Trainer:
             before = state["settings"][section].get(part, now)  # the setting may be younger than the checkpoint
             if before != now:
                 raise CheckpointError(f"{path} was trained with {name} {before}, and now it is {now}")
+        # Other validation rows that are set apart are other training rows.
+        new = settings["data"]
+        old = new | state["settings"]["data"]
+        before, now = (0 if data["validation"] else data["validation_share"] for data in (old, new))
+        if before != now:
+            raise CheckpointError(
+                f"{path} was trained with a share of {before} of data.train set apart, and now it is {now} "
+                "(data.validation_share; 0 with data.validation)"
+            )
         master.restore(tensors)
         examples.seek(state["position"])
         self._say(f"resumed from {path}")

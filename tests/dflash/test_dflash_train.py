@@ -123,6 +123,18 @@ def test_a_run_that_was_stopped_goes_on_with_the_numbers_of_one_that_was_not(tmp
             assert mine[name] == other[name]
 
 
+@pytest.mark.parametrize("stop_at", [0, 3])
+def test_a_run_that_is_stopped_before_its_first_line_ends_as_any_other(tmp_path: Path, stop_at: int) -> None:
+    run = trainer(tmp_path / "run", run__log_every=100)
+    if not stop_at:
+        run.stop()
+    outcome = run.run(quiet=True, on_step=lambda step, report: run.stop() if step == stop_at else None)
+    assert (outcome.step, outcome.finished) == (stop_at, False)
+    assert outcome.checkpoint.name == f"step-{stop_at:08d}"
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [stop_at][: bool(stop_at)]
+    assert (tmp_path / "run" / "curves.png").exists() == bool(stop_at)
+
+
 def test_a_run_on_a_stream_goes_on_in_the_middle_of_a_window(tmp_path: Path) -> None:
     import datasets
 
@@ -239,6 +251,7 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path, text: str) -> None:
         ({"run__seed": 1}, r"run\.seed 42, and now it is 1"),
         ({"data__batch_size": 1}, r"data\.batch_size"),
         ({"drafter__layers": 1}, "of another drafter"),
+        ({"data__validation_share": 0.3}, r"share of 0\.1 of data\.train set apart, and now it is 0\.3"),
     ],
 )
 def test_a_run_is_not_resumed_with_settings_that_would_change_it(
