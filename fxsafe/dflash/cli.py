@@ -230,7 +230,20 @@ def _eval(options: Any) -> int:
     from fxsafe.dflash.rows import BrokenRow, open_rows
     from fxsafe.dflash.speculate import evaluate
 
-    config, state = load_drafter(options.drafter)
+    _counts(options, "limit", "new_tokens", "prompt_tokens")
+    if options.json:  # not after all prompts
+        try:
+            Path(options.json).open("a").close()
+        except OSError as error:
+            raise DFlashError(f"--json {options.json} cannot be written: {error}") from error
+    path = Path(options.drafter)
+    if (path / "checkpoints").is_dir():
+        made = path / "export"
+        raise DFlashError(
+            f"{path} is a run and no drafter; "
+            + (f"its drafter is {made}" if made.is_dir() else f"fxsafe dflash export {path} DIR writes its drafter")
+        )
+    config, state = load_drafter(path)
     target, tokenizer = _load(options)
     if not target.head.fits(config):
         raise DFlashError(f"{options.drafter} is no drafter for {options.target}: sizes or scales differ")
@@ -297,13 +310,18 @@ def _prepare(options: Any) -> int:
     from fxsafe.dflash.prepare import prepare
     from fxsafe.dflash.rows import open_rows
 
+    _counts(options, "limit", "new_tokens")
+    out = Path(options.out)
+    for name in options.data:
+        if out.exists() and Path(name).exists() and out.samefile(name):
+            raise DFlashError(f"{out} is read and cannot be written too; choose another file with --out")
     rows = open_rows(options.data)
     target, tokenizer = _load(options)
     count = prepare(
         target,
         tokenizer,
         rows,
-        Path(options.out),
+        out,
         new_tokens=options.new_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
@@ -324,14 +342,18 @@ def _plot(options: Any) -> int:
 def _demo(options: Any) -> int:
     import shutil
 
-    from fxsafe.dflash.demo import run_demo
+    from fxsafe.dflash.demo import MARK, run_demo
 
     out = Path(options.out)
-    if out.exists() and any(out.iterdir()):
-        if not (out / "metrics.jsonl").exists():
+    if out.exists():
+        # A run of the user's own has metrics too.
+        if not out.is_dir() or (any(out.iterdir()) and not (out / MARK).exists()):
             raise DFlashError(f"{out} exists and holds something else; choose another directory with --out")
         shutil.rmtree(out)
     result = run_demo(out)
+    if result is None:
+        print("the demo was stopped; the same command begins anew")
+        return 130
     trained = result["trained"]
     return 0 if trained["equal"] == len(trained["requests"]) else 1
 
@@ -358,6 +380,12 @@ def _load(options: Any) -> tuple[Any, Any]:
     except (OSError, ValueError):
         tokenizer = None
     return target, tokenizer
+
+
+def _counts(options: Any, *names: str) -> None:
+    for name in names:
+        if options[name] is not None and options[name] < 1:
+            raise DFlashError(f"--{name.replace('_', '-')} is {options[name]} and has to be at least 1")
 
 
 def _prompt(tokenizer: Any, known: int, row: Any, template_args: dict[str, Any]) -> list[int]:

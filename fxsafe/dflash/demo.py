@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fxsafe.dflash.errors import SettingsError
 from fxsafe.dflash.export import load_drafter, load_into
 from fxsafe.dflash.losses import LossSettings
 from fxsafe.dflash.model import Drafter
@@ -27,7 +28,10 @@ from fxsafe.dflash.speculate import Evaluation, decode, evaluate
 from fxsafe.dflash.target import Target
 from fxsafe.dflash.train import Trainer
 
-__all__ = ["DemoSize", "byte_target", "run_demo"]
+__all__ = ["MARK", "DemoSize", "byte_target", "run_demo"]
+
+MARK = ".dflash-demo"
+"""empty file in the directory of a demo, which the next one may replace"""
 
 MASK_BYTE = 0xFF
 """never occurs in UTF-8, and is what the drafter is shown for tokens to come"""
@@ -51,13 +55,22 @@ class DemoSize:
     compile: bool = True
 
 
-def run_demo(out: Path, size: DemoSize | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:
+def run_demo(out: Path, size: DemoSize | None = None, say: Callable[[str], None] = print) -> dict[str, Any] | None:
     """Train both, evaluate, and write everything below ``out``.
 
     Returns:
-        The evaluations of the trained and of an untrained drafter, and the seconds of each part.
+        The evaluations of the trained and of an untrained drafter, and the seconds of each part; None if a signal
+        stopped the training of the drafter.
+
+    Raises:
+        SettingsError: ``out`` cannot be made.
     """
     size = size or DemoSize()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MARK).touch()
+    except OSError as error:
+        raise SettingsError(f"{out} cannot be made: {error}") from error
     text = english()
     held_out, training = text[: len(text) // 20], text[len(text) // 20 :]
     say(f"target: {size.layers} layers of {size.hidden}, learning {len(training):,} bytes of Python's help texts")
@@ -81,7 +94,8 @@ def run_demo(out: Path, size: DemoSize | None = None, say: Callable[[str], None]
     finally:
         torch.set_num_threads(threads)
     drafter_seconds = time.perf_counter() - started
-    assert outcome.export is not None
+    if outcome.export is None:
+        return None
 
     prompts = [list(held_out[i : i + 48]) for i in range(0, len(held_out) - 48, len(held_out) // size.prompts)]
     prompts = prompts[: size.prompts]

@@ -6,7 +6,7 @@ A drafter has to guess what the target says, so that it learns best from what th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from fxsafe.dflash.sessions import TargetSession
 from fxsafe.dflash.target import Target
 
 __all__ = ["prepare", "sample"]
+
+_BEGIN = b'{"id": '
+"""of each line that is written here"""
 
 
 def sample(
@@ -76,7 +79,7 @@ def prepare(
         Lines in the file.
 
     Raises:
-        DataError: no chat template, or a file that cannot be written.
+        DataError: no chat template, or a file that cannot be written or holds something else.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise DataError("the tokenizer has no chat template, so that conversations cannot be put to the target")
@@ -94,7 +97,8 @@ def prepare(
             try:
                 turns = conversation_of(rows[number])
             except BrokenRow as error:
-                say(f"left out: {rows.origin(number)}: {error}")
+                origin = rows.origin(number)
+                say(f"left out: {error if str(error).startswith(origin) else f'{origin}: {error}'}")
                 continue
             if turns is None:
                 say(f"left out: {rows.origin(number)}: no conversation")
@@ -136,22 +140,33 @@ def _draw(logits_V: Tensor, temperature: float, top_p: float, generator: torch.G
 
 
 def _finished(path: Path) -> set[int]:
-    """Numbers of the rows that are written; a last line that was cut off is removed."""
+    """Numbers of the rows that are written; a last line that was cut off is removed, and nothing else is touched.
+
+    Raises:
+        DataError: a line that was not written here.
+    """
     if not path.exists():
         return set()
-    whole = list(_whole_lines(path))
-    path.write_text("".join(json.dumps(row) + "\n" for row in whole))
-    return {row["id"] for row in whole}
-
-
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "id" in row:
-            yield row
+    done: set[int] = set()
+    with path.open("rb+") as stream:
+        at = 0
+        for line_number, line in enumerate(stream, 1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not line.endswith(b"\n") and row is None and (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
+                stream.truncate(at)
+                break
+            if not (isinstance(row, dict) and isinstance(row.get("id"), int) and isinstance(row.get("messages"), list)):
+                raise DataError(f"{path}:{line_number} was not written by prepare; choose another file to write")
+            done.add(row["id"])
+            at += len(line)
+            if not line.endswith(b"\n"):
+                stream.seek(at)
+                stream.write(b"\n")
+                break
+    return done
 
 
 def _many(token: Any) -> list[Any]:

@@ -13,6 +13,7 @@ import tokens
 
 import fxsafe
 import fxsafe.cli
+from fxsafe.dflash import demo
 from fxsafe.dflash.export import export_drafter
 from fxsafe.dflash.target import Target
 
@@ -94,6 +95,35 @@ def test_prepare_writes_what_train_reads(place: Path, tmp_path: Path) -> None:
     assert len(out.read_text().splitlines()) == 2
 
 
+def test_prepare_does_not_write_what_it_reads(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "mine.jsonl"
+    data.write_bytes((place / "data.jsonl").read_bytes())
+    assert call("prepare", str(data), "--target", str(place / "target"), "--out", str(data)) == 2
+    assert "is read and cannot be written too" in capsys.readouterr().err
+    assert data.read_bytes() == (place / "data.jsonl").read_bytes()
+
+
+def test_the_demo_replaces_a_demo_and_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("run", "file"):
+        assert call("demo", "--out", str(tmp_path / name)) == 2
+        assert "holds something else" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_text() == (tmp_path / "file").read_text() == "mine"
+
+    def run_demo(out: Path) -> None:
+        assert not out.exists()
+
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    (run / demo.MARK).touch()
+    assert call("demo", "--out", str(run)) == 130
+    assert "the same command begins anew" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -121,6 +151,30 @@ def test_a_drafter_of_another_target_is_refused(
     words = ("eval", str(tmp_path / "small"), "--target", str(place / "target"), "--prompts", str(place / "data.jsonl"))
     assert call(*words, "--dtype", "float32", "--device", "cpu") == 2
     assert "is no drafter for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--new-tokens", "0"], "--new-tokens is 0 and has to be at least 1"),
+        (["--limit", "0"], "--limit is 0"),
+        (["--json", "no/where.json"], "--json no/where.json cannot be written"),
+        (["--drafter", "run"], "is a run and no drafter; fxsafe dflash export"),
+        (["--drafter", "finished"], "is a run and no drafter; its drafter is"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told_before_anything_is_loaded(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for name in ("checkpoints", "export"):
+        (tmp_path / "finished" / name).mkdir(parents=True)
+    if words[0] == "--drafter":
+        drafter, words = str(tmp_path / words[1]), []
+    else:
+        drafter = "nowhere"
+    assert call("eval", drafter, "--target", "/no/where", "--prompts", "none.jsonl", *words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_help_names_each_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -321,6 +321,37 @@ def test_answers_are_written_by_the_target_and_a_second_run_goes_on(target: Targ
     assert written[0]["messages"][1]["content"] == tokenizer.decode(answer, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"messages": []}\n',
+        '{"id": "a", "messages": []}\n',
+        '{"id": 0, "messages": []}\n{"text": "mine"}\n',
+        '{"text": "no end of line"}',
+        "words",
+        '{"id": 0, "mess\n{"id": 1, "messages": []}\n',
+    ],
+)
+def test_a_file_that_prepare_did_not_write_is_left_as_it_is(target: Target, text: str, tmp_path: Path) -> None:
+    out = tmp_path / "mine.jsonl"
+    out.write_text(text)
+    with pytest.raises(DataError, match=r"mine\.jsonl:\d was not written by prepare"):
+        prepare(target, tokens.tokenizer(), Table([{"messages": TURNS}], "made"), out, new_tokens=2)
+    assert out.read_text() == text
+
+
+def test_a_last_line_that_lacks_only_its_end_is_kept(target: Target, tmp_path: Path) -> None:
+    rows = Table([{"messages": TURNS[:2]}] * 2, "made")
+    out = tmp_path / "out.jsonl"
+    prepare(target, tokens.tokenizer(), rows, out, new_tokens=2)
+    whole = out.read_text()
+    first = whole.splitlines()[0]
+    for cut in (first, first + "\n", first + '\n{"i', whole[:-1]):
+        out.write_text(cut)
+        assert prepare(target, tokens.tokenizer(), rows, out, new_tokens=2) == 2
+        assert out.read_text() == whole
+
+
 def test_sampled_answers_are_the_same_for_the_same_seed(target: Target, tmp_path: Path) -> None:
     rows = Table([{"messages": TURNS[:2]}], "made")
     texts = []

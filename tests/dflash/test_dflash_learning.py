@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
 
+from fxsafe.dflash import demo
 from fxsafe.dflash.batches import Example, collate
 from fxsafe.dflash.demo import DemoSize, run_demo
 from fxsafe.dflash.engine import Engine
@@ -16,6 +18,7 @@ from fxsafe.dflash.optim import Master, OptimSettings
 from fxsafe.dflash.replica import Replica, ReplicaSettings
 from fxsafe.dflash.speculate import decode, evaluate
 from fxsafe.dflash.target import Target
+from fxsafe.dflash.train import Outcome, Trainer
 
 CPU = torch.device("cpu")
 
@@ -47,6 +50,19 @@ def test_a_drafter_that_knows_its_texts_gains_in_decoding_what_training_measured
     assert real.acceptance_pooled > 3
 
 
+def test_a_demo_that_is_stopped_ends_without_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(Trainer):
+        def run(self, **words: Any) -> Outcome:
+            self.stop()
+            return super().run(**words)
+
+    monkeypatch.setattr(demo, "Trainer", Stopped)
+    size = DemoSize(hidden=64, length=48, target_steps=1, target_batch=1, drafter_steps=25, anchors=6, compile=False)
+    assert run_demo(tmp_path / "demo", size, lambda line: None) is None
+    assert (tmp_path / "demo" / demo.MARK).exists()
+    assert not (tmp_path / "demo" / "evaluation.json").exists()
+
+
 def test_the_demo_in_small(tmp_path: Path) -> None:
     size = DemoSize(
         hidden=64, length=48, target_steps=60, target_batch=4, drafter_steps=25, anchors=6, prompts=2, new_tokens=24,
@@ -54,6 +70,7 @@ def test_the_demo_in_small(tmp_path: Path) -> None:
     )  # fmt: skip
     said: list[str] = []
     result = run_demo(tmp_path / "demo", size, said.append)
+    assert result is not None
     for name in ("untrained", "trained"):
         assert result[name]["equal"] == 2
         assert result[name]["new_tokens"] == 48
