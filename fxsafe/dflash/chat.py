@@ -33,6 +33,8 @@ def conversation_of(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
         text = turn.get("content", turn.get("value"))
         if not isinstance(role, str) or not isinstance(text, str):
             raise BrokenRow("a turn has no role and content, nor from and value")
+        check_text(role)
+        check_text(text)
         out.append({"role": _ROLES.get(role, role), "content": text})
     return out
 
@@ -48,6 +50,14 @@ def ids_of(row: Mapping[str, Any], rows: int) -> list[int]:
         raise BrokenRow("input_ids is no list of whole numbers")
     check_ids(ids, rows)
     return list(ids)
+
+
+def check_text(text: str) -> None:
+    """Raise BrokenRow for half a surrogate pair, which JSON may hold where a text was cut and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BrokenRow(f"its text is no Unicode: {error}") from None
 
 
 def check_ids(ids: Sequence[int], rows: int) -> None:
@@ -89,6 +99,7 @@ def encoder(tokenizer: Any, rows: int) -> Callable[[Mapping[str, Any]], Example]
                     )
                 ids, learn = encode_conversation(tokenizer, turns)
             elif isinstance(row.get("text"), str):
+                check_text(row["text"])
                 ids = tokenizer(row["text"])["input_ids"]
                 learn = [True] * len(ids)
             else:

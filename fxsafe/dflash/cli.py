@@ -390,7 +390,7 @@ def _counts(options: Any, *names: str) -> None:
 
 def _prompt(tokenizer: Any, known: int, row: Any, template_args: dict[str, Any]) -> list[int]:
     """Tokens up to where the target is to go on; empty if the row has none."""
-    from fxsafe.dflash.chat import conversation_of, ids_of
+    from fxsafe.dflash.chat import check_text, conversation_of, ids_of
 
     if "input_ids" in row:
         return ids_of(row, known)
@@ -399,7 +399,10 @@ def _prompt(tokenizer: Any, known: int, row: Any, template_args: dict[str, Any])
     turns = conversation_of(row)
     if turns is None:
         text = row.get("text")
-        return list(tokenizer(text)["input_ids"]) if isinstance(text, str) else []
+        if not isinstance(text, str):
+            return []
+        check_text(text)
+        return list(tokenizer(text)["input_ids"])
     if not tokenizer.chat_template:
         raise DFlashError("the target's tokenizer has no chat template; give prompts as rows with text")
     last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=None)

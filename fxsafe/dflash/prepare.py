@@ -153,7 +153,7 @@ def _finished(path: Path) -> set[int]:
         for line_number, line in enumerate(stream, 1):
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if not line.endswith(b"\n") and row is None and (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
                 stream.truncate(at)

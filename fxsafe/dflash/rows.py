@@ -64,7 +64,7 @@ class JsonLines:
             line = stream.readline()
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BrokenRow(f"{self.origin(number)}: no JSON: {error}") from None
         if not isinstance(row, dict):
             raise BrokenRow(f"{self.origin(number)}: no JSON object")

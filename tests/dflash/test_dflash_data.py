@@ -360,3 +360,33 @@ def test_sampled_answers_are_the_same_for_the_same_seed(target: Target, tmp_path
         prepare(target, tokens.tokenizer(), rows, out, new_tokens=12, temperature=1.0, top_p=0.9, seed=seed)
         texts.append(out.read_text())
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_half_characters_and_bottomless_lines_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(
+        b'{"text": "abc"}\n{"text": "a \\ud83d b"}\n{"text": ' + b"[" * 200_000 + b"\n"
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\\ude00"}]}\n'
+    )
+    said: list[str] = []
+    stream = examples(open_rows([str(file)]), said)
+    for _ in range(2):
+        next(stream)
+    assert sorted(line.split(": ")[1].rpartition(":")[2] for line in said) == ["2", "3", "4"]
+    assert sum("surrogates not allowed" in line for line in said) == 2
+
+
+@pytest.mark.parametrize("text", ['{"messages": []}\n', "notes", '{"id": 0, "messages": []}\n[]\n', '{"id": "a"}\n'])
+def test_answers_are_not_written_over_a_file_of_another_kind(target: Target, tmp_path: Path, text: str) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(text)
+    with pytest.raises(DataError, match=r"out\.jsonl:\d was not written by this command"):
+        prepare(target, tokens.tokenizer(), Table([{"messages": TURNS}], "made"), out, new_tokens=5)
+    assert out.read_text() == text
+
+
+def test_answers_go_on_where_the_first_line_was_cut_off(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"i')
+    assert prepare(target, tokens.tokenizer(), Table([{"messages": TURNS}], "made"), out, new_tokens=5) == 1
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [0]
