@@ -59,11 +59,13 @@ def export_drafter(state: Mapping[str, Tensor], config: DrafterConfig, directory
     Raises:
         CheckpointError: the state does not fit the config, the disk refuses, or what was read back differs.
     """
-    path = Path(directory)
+    given, path = Path(directory), Path(os.path.abspath(directory))  # "." has no name to write a new one beside
     _check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, config, "the drafter")
     half = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in state.items()}
     if not _replaceable(path):
         raise CheckpointError(f"{path} exists and holds something else than a drafter; choose another directory")
+    if path.exists() and path.samefile(os.curdir):
+        raise CheckpointError(f"{path} is where this command runs, and would be replaced; choose another directory")
     new = path.with_name(f".{path.name}.new")
     try:
         shutil.rmtree(new, ignore_errors=True)
@@ -80,7 +82,7 @@ def export_drafter(state: Mapping[str, Tensor], config: DrafterConfig, directory
         raise CheckpointError(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return path
+    return given
 
 
 def load_drafter(directory: str | os.PathLike[str]) -> tuple[DrafterConfig, dict[str, Tensor]]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import Tensor, nn
 
@@ -82,7 +83,7 @@ def load_target(name: str, *, dtype: torch.dtype, device: torch.device, trust_re
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
         raise TargetError(f"no causal LM can be loaded from {name!r}: {error}") from error
     model, found = loaded
     if absent := sorted(found["missing_keys"]):

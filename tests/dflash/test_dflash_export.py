@@ -132,3 +132,14 @@ def test_a_directory_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="something else"):
         export_drafter(tiny.drafter(tiny.config()).state_dict(), tiny.config(), tmp_path / "out")
     assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = tiny.config()
+    state = tiny.drafter(shape).state_dict()
+    monkeypatch.chdir(tmp_path)
+    for name in (".", "", str(tmp_path)):
+        with pytest.raises(CheckpointError, match="where this command runs"):
+            export_drafter(state, shape, name)
+    assert export_drafter(state, shape, "a/../b") == Path("a/../b")
+    assert sorted(p.name for p in Path("b").iterdir()) == ["config.json", "model.safetensors"]

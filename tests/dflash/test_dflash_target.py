@@ -176,3 +176,16 @@ def test_a_directory_that_lacks_weights_is_refused(tmp_path: Path) -> None:
 def test_a_tied_head_is_not_missed(tmp_path: Path) -> None:
     tiny.target_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path)
     assert load_target(str(tmp_path), dtype=torch.float32, device=torch.device("cpu")).rows == tiny.VOCAB
+
+
+@pytest.mark.parametrize("damage", ["cut off", "of another size"])
+def test_weights_that_cannot_be_loaded_are_named(tmp_path: Path, damage: str) -> None:
+    model = tiny.target_model("qwen3")
+    model.save_pretrained(tmp_path)
+    if damage == "cut off":
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:20_000])
+    else:
+        tiny.target_model("qwen3", intermediate_size=64).config.save_pretrained(tmp_path)
+    with pytest.raises(TargetError, match="no causal LM can be loaded"):
+        load_target(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
