@@ -65,15 +65,18 @@ def collate(
     seed: int,
     anchors: int,
     bucket: int,
+    limit: int | None = None,
     position: Mapping[str, Any] | None = None,
 ) -> MicroBatch:
-    """Pad on the right to a multiple of ``bucket`` tokens, and draw the anchors.
+    """Pad on the right to a multiple of ``bucket`` tokens, but not beyond ``limit``, and draw the anchors.
 
     Few different lengths are few compiled variants. The draw depends on ``seed`` and ``index`` alone. Padding is never
     visible: no block looks beyond its anchor.
     """
     longest = max(len(e.ids) for e in examples)
     length = -(-longest // bucket) * bucket
+    if limit is not None:
+        length = max(longest, min(length, limit))
     ids = torch.zeros(len(examples), length, dtype=torch.int64)
     learn = torch.zeros(len(examples), length, dtype=torch.bool)
     for row, example in enumerate(examples):

@@ -46,7 +46,8 @@ def save_checkpoint(
     new = root / f".new-{step:08d}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(new, ignore_errors=True)
+        for rest in root.glob(".new-*"):  # of a process that was killed
+            shutil.rmtree(rest, ignore_errors=True)
         new.mkdir()
         file = new / "state.safetensors"
         save_file({name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}, file)

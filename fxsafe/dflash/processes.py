@@ -10,13 +10,21 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Processes", "joined"]
+from fxsafe.dflash.errors import SettingsError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Processes", "alone", "joined"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,3 +81,28 @@ def joined(cuda: bool) -> Iterator[Processes]:
         yield Processes(dist.get_rank(), world, dist.new_group(backend="gloo"))
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """No other run has the directory meanwhile; the kernel ends this with the process, however that ends.
+
+    Raises:
+        SettingsError: another one has it.
+    """
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(
+                f"run.out {directory} belongs to a run that has not ended; choose another one"
+            ) from None
+        except OSError:
+            pass  # some network file systems lock no directories
+        yield
+    finally:
+        os.close(handle)

@@ -165,6 +165,7 @@ def micro_batches(
     batch_size: int,
     anchors: int,
     bucket: int,
+    limit: int | None = None,
     start: int = 0,
     rank: int = 0,
     world: int = 1,
@@ -177,6 +178,7 @@ def micro_batches(
         batch_size: sequences of each.
         anchors: of each sequence.
         bucket: see :func:`collate`.
+        limit: see :func:`collate`; the positions that the target has.
         start: index of the first one.
         rank: of this process; every ``world``-th micro-batch is its own, and the others are passed over.
         world: processes.
@@ -191,6 +193,7 @@ def micro_batches(
             seed=seed,
             anchors=anchors,
             bucket=bucket,
+            limit=limit,
             position=examples.position,
         )
         index += world

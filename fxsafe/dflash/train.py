@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ from fxsafe.dflash.engine import Engine, StepReport, WorkerError, advice
 from fxsafe.dflash.errors import CheckpointError, DataError, SettingsError
 from fxsafe.dflash.export import export_drafter, load_drafter, load_into
 from fxsafe.dflash.flops import drafter_flops, peak_flops, target_flops
-from fxsafe.dflash.journal import Journal, plot
+from fxsafe.dflash.journal import Journal, plot, read_metrics
 from fxsafe.dflash.losses import Tally
 from fxsafe.dflash.optim import Master, learning_rate
 from fxsafe.dflash.plan import Plan, make_plan
-from fxsafe.dflash.processes import Processes, joined
+from fxsafe.dflash.processes import Processes, alone, joined
 from fxsafe.dflash.replica import Replica, ReplicaSettings
 from fxsafe.dflash.rows import Rows, Stream, Table, open_rows, open_stream, split_rows
 from fxsafe.dflash.settings import Settings, devices_of, dtype_of
@@ -115,9 +115,9 @@ class Trainer:
             )
         self.warm: dict[str, Tensor] | None = None
         self.config = self._drafter_config()
-        longest = getattr(self.target.text_config, "max_position_embeddings", None)
-        if longest and data.max_length > longest:
-            raise SettingsError(f"data.max_length is {data.max_length}, and the target has {longest} positions")
+        self._positions: int | None = getattr(self.target.text_config, "max_position_embeddings", None) or None
+        if self._positions and data.max_length > self._positions:
+            raise SettingsError(f"data.max_length is {data.max_length}, and the target has {self._positions} positions")
         self.rows: Rows | Stream
         self.held_out: Rows = open_rows(data.validation) if data.validation else Table([], "no rows")
         if rows is None and data.streaming:
@@ -133,13 +133,13 @@ class Trainer:
         self.plan: Plan = make_plan(settings, self.target, self.config, count, self.steps)
         self.out = Path(run.out)
         self._stop = threading.Event()
-        self._interrupted = False
+        self._interrupted = self._saving = False
 
     def run(self, *, quiet: bool = False, on_step: Callable[[int, StepReport], None] | None = None) -> Outcome:
         """Train to the end, or to a signal; resumes what stands in ``run.out``.
 
-        SIGINT and SIGTERM finish the step, save and return; a second one interrupts at once. If anything fails, the
-        state of the last finished step is saved before the exception goes on.
+        SIGINT and SIGTERM finish the step, save and return; a second one interrupts at once, though not a save. If
+        anything fails, the state of the last finished step is saved before the exception goes on.
 
         Args:
             quiet: print nothing.
@@ -147,19 +147,26 @@ class Trainer:
         """
         promise_recompile_limit()
         try:
-            with joined(self._drafter_devices[0].type == "cuda") as processes:
-                return self._run(processes, quiet or not processes.first, on_step)
+            with joined(self._drafter_devices[0].type == "cuda") as processes, ExitStack() as stack:
+                return self._run(processes, quiet or not processes.first, on_step, stack)
         except OSError as error:
             kept = checkpoint.latest(self.out / "checkpoints")
+            what = "what is printed" if isinstance(error, BrokenPipeError) else self.out
             raise CheckpointError(
-                f"{self.out} cannot be written: {error}"
+                f"{what} cannot be written: {error}"
                 + (f"; the state is that of {kept.name}, and the same command goes on from there" if kept else "")
             ) from error
         except torch.OutOfMemoryError as error:  # in a thread it is the engine's to tell
             text = str(error).splitlines()[0]
             raise WorkerError(f"out of memory: {text}{advice(self.plan.memory)}") from error
 
-    def _run(self, processes: Processes, quiet: bool, on_step: Callable[[int, StepReport], None] | None) -> Outcome:
+    def _run(
+        self,
+        processes: Processes,
+        quiet: bool,
+        on_step: Callable[[int, StepReport], None] | None,
+        stack: ExitStack,
+    ) -> Outcome:
         settings, run = self.settings, self.settings.run
         if settings.data.micro_batches % processes.world:
             raise SettingsError(
@@ -170,6 +177,7 @@ class Trainer:
                 self.out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise SettingsError(f"run.out {self.out} cannot be made: {error}") from error
+            stack.enter_context(alone(self.out))
         processes.wait()
         root = self.out / "checkpoints"
         examples = self._examples(self.rows, "data", "data.train")
@@ -182,6 +190,7 @@ class Trainer:
             batch_size=settings.data.batch_size,
             anchors=settings.drafter.anchors,
             bucket=settings.data.bucket,
+            limit=self._positions,
             start=step * settings.data.micro_batches,
             rank=processes.rank,
             world=processes.world,
@@ -209,9 +218,18 @@ class Trainer:
         def save() -> None:
             nonlocal saved
             if saved != step and processes.first:
-                state = {"position": position, "config": self.config.to_json(), "settings": settings.to_json()}
-                checkpoint.save_checkpoint(root, step, master.tensors(), state, keep=run.keep)
-                saved = step
+                state = {
+                    "position": position,
+                    "rows": self._count(),
+                    "config": self.config.to_json(),
+                    "settings": settings.to_json(),
+                }
+                self._saving = True
+                try:
+                    checkpoint.save_checkpoint(root, step, master.tensors(), state, keep=run.keep)
+                    saved = step
+                finally:
+                    self._saving = False
 
         engine = Engine(
             self._targets,
@@ -225,35 +243,39 @@ class Trainer:
             stall_after=run.stall_after or None,
         )
         try:
-            with self._signals(journal, engine), engine:
-                while step < self.steps and not processes.any(self._stop.is_set()):
-                    lr = learning_rate(settings.optim, step, self.steps)
-                    report = engine.step(lr)
-                    step, position = step + 1, report.position
-                    engine.committing = False
-                    self._leave_if_interrupted()
-                    window.append(report)
-                    if step % run.log_every == 0 or step == self.steps or report.graphs:
-                        journal.record(step, self._numbers(window, lr))
-                        window = []
-                    if held_out and (step == self.steps or (run.eval_every and step % run.eval_every == 0)):
-                        validation = engine.measure(held_out, master.best())
-                        journal.record(step, validation.metrics("val_"))
-                    if step % run.save_every == 0:
-                        save()
-                    if on_step is not None:
-                        on_step(step, report)
-                if window:  # stopped between two lines
-                    journal.record(step, self._numbers(window, lr))
-            save()
-        except BaseException as error:
-            # Whatever it was, what has been learnt stays; a failure to save must not hide the first one.
-            try:
-                if not engine.committing:  # else the weights are between two steps, and the last save is the state
+            with self._signals(journal, engine):  # around every save: a signal's own action would end it half-way
+                try:
+                    with engine:
+                        while step < self.steps and not processes.any(self._stop.is_set()):
+                            lr = learning_rate(settings.optim, step, self.steps)
+                            report = engine.step(lr)
+                            step, position = step + 1, report.position
+                            engine.committing = False
+                            self._leave_if_interrupted()
+                            window.append(report)
+                            if step % run.log_every == 0 or step == self.steps or report.graphs:
+                                journal.record(step, self._numbers(window, lr))
+                                window = []
+                            if held_out and (step == self.steps or (run.eval_every and step % run.eval_every == 0)):
+                                validation = engine.measure(held_out, master.best())
+                                journal.record(step, validation.metrics("val_"))
+                            if step % run.save_every == 0:
+                                save()
+                                self._leave_if_interrupted()
+                            if on_step is not None:
+                                on_step(step, report)
+                        if window:  # stopped between two lines
+                            journal.record(step, self._numbers(window, lr))
                     save()
-            except CheckpointError as second:
-                error.add_note(str(second)) if hasattr(error, "add_note") else journal.say(str(second))
-            raise
+                    self._leave_if_interrupted()
+                except BaseException as error:
+                    # Whatever it was, what has been learnt stays; a failure to save must not hide the first one.
+                    try:
+                        if not engine.committing:  # else the weights are between two steps: the last save is the state
+                            save()
+                    except CheckpointError as second:
+                        error.add_note(str(second)) if hasattr(error, "add_note") else journal.say(str(second))
+                    raise
         finally:
             journal.close()
         export = None
@@ -262,7 +284,7 @@ class Trainer:
             shutil.rmtree(place, ignore_errors=True)
         elif step >= self.steps:
             export = export_drafter(master.best(), self.config, self.out / "export")
-        if processes.first and journal.path.stat().st_size:  # it may be stopped before its first step
+        if processes.first and read_metrics(journal.path):  # none if it was stopped before the first line
             plot(self.out)
         found = checkpoint.latest(root)
         assert found is not None
@@ -271,6 +293,9 @@ class Trainer:
     def stop(self) -> None:
         """Finish the step, save and return from :meth:`run`; from any thread."""
         self._stop.set()
+
+    def _count(self) -> int | None:
+        return None if isinstance(self.rows, Stream) else len(self.rows)
 
     def _leave_if_interrupted(self) -> None:
         if self._interrupted:
@@ -366,6 +391,7 @@ class Trainer:
             batch_size=data.batch_size,
             anchors=self.settings.drafter.anchors,
             bucket=data.bucket,
+            limit=self._positions,
         )
         return list(itertools.islice(stream, count))
 
@@ -393,6 +419,11 @@ class Trainer:
             raise CheckpointError(
                 f"{path} was trained with a share of {before} of data.train set apart, and now it is {now} "
                 "(data.validation_share; 0 with data.validation)"
+            )
+        if (before := state.get("rows", self._count())) != self._count():
+            raise CheckpointError(
+                f"{path} was trained with {before} rows, and now there are {self._count()}: a file of data.train, "
+                "data.validation or data.validation_share has changed, and the order of the rows with it"
             )
         master.restore(tensors)
         examples.seek(state["position"])
@@ -442,8 +473,8 @@ class Trainer:
 
         def handle(number: int, frame: Any) -> None:
             if self._stop.is_set():
-                if engine.committing:
-                    self._interrupted = True  # in a moment: not in the middle of a change of the weights
+                if engine.committing or self._saving:
+                    self._interrupted = True  # in a moment: not in the middle of a change of the weights or of a save
                     return
                 raise KeyboardInterrupt
             self._stop.set()

@@ -483,3 +483,81 @@ journal.close()
     assert child.returncode == 0
     assert f"step 5/10  {describe(values)}" in shown.decode()
     assert "50%" in shown.decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_during_a_save_lets_it_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    real, sent = checkpoint.save_file, 0
+
+    def interrupted(*args: Any) -> None:
+        nonlocal sent
+        sent += 1
+        os.kill(os.getpid(), number)
+        real(*args)
+
+    monkeypatch.setattr(checkpoint, "save_file", interrupted)
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("its own action would have ended the process"))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer(tmp_path, run__save_every=100).run(
+                quiet=True, on_step=lambda step, report: os.kill(os.getpid(), number) if step == 2 else None
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert sent == 1
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_run_that_is_stopped_before_its_first_line_ends_well(tmp_path: Path) -> None:
+    run = trainer(tmp_path, run__log_every=100)
+    outcome = run.run(quiet=True, on_step=lambda step, report: run.stop())
+    assert (outcome.step, outcome.finished) == (1, False)
+
+
+def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    rest = tmp_path / "checkpoints" / ".new-00000002"
+    rest.mkdir(parents=True)
+    (rest / "state.safetensors").write_bytes(b"half")
+    trainer(tmp_path).run(quiet=True)
+    assert not rest.exists()
+
+
+def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    refused: list[str] = []
+
+    def again(step: int, report: StepReport) -> None:
+        if step == 1:
+            with pytest.raises(SettingsError, match="belongs to a run that has not ended") as caught:
+                trainer(tmp_path).run(quiet=True)
+            refused.append(str(caught.value))
+
+    assert trainer(tmp_path).run(quiet=True, on_step=again).finished
+    assert len(refused) == 1
+    assert trainer(tmp_path).run(quiet=True).finished, "it is free again"
+
+
+@pytest.mark.parametrize("change", [{"data__validation_share": 0.4}, {}])
+def test_a_run_is_not_resumed_with_other_rows(tmp_path: Path, change: dict[str, Any]) -> None:
+    trainer(tmp_path, run__max_steps=1).run(quiet=True)
+    table = rows() if change else rows(20)
+    resumed = Trainer(
+        settings(tmp_path, **change), target=Target(tiny.target_model("qwen3")), rows=table, say=lambda line: None
+    )
+    with pytest.raises(CheckpointError, match=r"with 27 rows, and now there are 18"):
+        resumed.run(quiet=True)
+
+
+def test_padding_does_not_go_beyond_the_positions_of_the_target(tmp_path: Path) -> None:
+    target = Target(tiny.target_model("gpt2"))
+    assert trainer(tmp_path, target, data__max_length=128, data__bucket=300, run__max_steps=2).run(quiet=True).finished
+
+
+def test_output_that_nobody_reads_is_not_taken_for_a_directory(tmp_path: Path) -> None:
+    def closed(step: int, report: StepReport) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with pytest.raises(CheckpointError, match=r"^what is printed cannot be written.*that of step-00000001"):
+        trainer(tmp_path).run(quiet=True, on_step=closed)
