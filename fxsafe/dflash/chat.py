@@ -85,6 +85,8 @@ def encoder(tokenizer: Any, rows: int) -> Callable[[Mapping[str, Any]], Example]
             learn = [1] * len(ids) if learn is None else learn
             if not isinstance(learn, (list, tuple)):
                 raise BrokenRow("loss_mask is no list")
+            if any(not isinstance(x, (int, float)) for x in learn):  # "0" would be true
+                raise BrokenRow("loss_mask is no list of numbers")
             if len(learn) != len(ids):
                 raise BrokenRow(f"{len(ids)} input_ids and {len(learn)} numbers in loss_mask")
         else:
@@ -159,7 +161,9 @@ def mask_token(tokenizer: Any, rows: int, named: int | None) -> int | None:
 
 
 def _span(tokenizer: Any, turns: Sequence[Mapping[str, str]], i: int, whole: str) -> tuple[int, int] | None:
-    """Characters of the answer ``i`` in the whole text."""
+    """Characters of the answer ``i`` in the whole text; None if the target was asked for none such."""
+    if not i:
+        return None  # nothing stands before it, and transformers applies no template to nothing
     before = tokenizer.apply_chat_template(list(turns[:i]), tokenize=False, add_generation_prompt=True)
     through = tokenizer.apply_chat_template(list(turns[: i + 1]), tokenize=False)
     if not whole.startswith(before) or not whole.startswith(through) or not through.startswith(before):

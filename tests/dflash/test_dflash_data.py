@@ -46,6 +46,11 @@ def test_a_turn_that_the_template_rewrites_is_not_learnt() -> None:
     assert learnt(tokens.tokenizer(tokens.FORGETFUL), {"messages": TURNS}) == ["b=no<|end|>"]
 
 
+def test_a_conversation_that_the_assistant_begins_is_learnt_from_its_second_answer_on() -> None:
+    turns = [{"role": "assistant", "content": "hello"}, *TURNS[:2]]
+    assert learnt(tokens.tokenizer(), {"messages": turns}) == ["a=yes<|end|>"]
+
+
 def test_the_three_forms_of_a_conversation_are_one() -> None:
     plain = {"conversations": TURNS}
     shared = {
@@ -72,6 +77,7 @@ def test_plain_text_is_learnt_whole() -> None:
         ({"input_ids": "ab"}, "input_ids is no list of whole numbers"),
         ({"input_ids": [1, 2.5]}, "input_ids is no list of whole numbers"),
         ({"input_ids": [1, 2], "loss_mask": 1}, "loss_mask is no list"),
+        ({"input_ids": [1, 2], "loss_mask": ["0", "1"]}, "loss_mask is no list of numbers"),
         ({"input_ids": [1, -1]}, "token -1 is not in"),
         ({"input_ids": [64]}, "token 64 is not in the target's vocabulary of 64 rows"),
     ],
