@@ -386,7 +386,7 @@ def test_half_characters_and_bottomless_lines_are_left_out(tmp_path: Path) -> No
 def test_answers_are_not_written_over_a_file_of_another_kind(target: Target, tmp_path: Path, text: str) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text(text)
-    with pytest.raises(DataError, match=r"out\.jsonl:\d was not written by this command"):
+    with pytest.raises(DataError, match=r"out\.jsonl:\d was not written by prepare"):
         prepare(target, tokens.tokenizer(), Table([{"messages": TURNS}], "made"), out, new_tokens=5)
     assert out.read_text() == text
 
