@@ -8,9 +8,8 @@ Upstream: none known. Releases: 2.5 to 2.15.
 
 Why this place is enough: the functions of ``torch.compiler`` change in place, so from-imports and Dynamo's rules, which
 are keyed by them, follow; everybody else goes through the module's attributes, which are properties while any thread
-has a flag set. Autograd stays in the calling thread
-while a thread compiles or traces with ``make_fx`` (the patches ``compile-lock`` and ``make-fx``), so no thread of
-autograd's has to know.
+has a flag set. Autograd stays in the calling thread while a thread compiles or traces with ``make_fx`` (the patches
+``compile-lock`` and ``make-fx``), so no thread of autograd's has to know.
 
 With torch 2.9 to 2.13 a compiled call is refused if somebody traces *and nobody compiles or exports*. Where the tracing
 flag is still process-wide (the patch ``tracing-flag`` is disabled) that question goes on asking for anybody: the flag

@@ -335,6 +335,9 @@ def test_answers_are_written_by_the_target_and_a_second_run_goes_on(target: Targ
         '{"id": 0, "messages": []}\n{"text": "mine"}\n',
         '{"text": "no end of line"}',
         "words",
+        "notes",
+        '{"id": 0, "messages": []}\n[]\n',
+        '{"id": "a"}\n',
         '{"id": 0, "mess\n{"id": 1, "messages": []}\n',
     ],
 )
@@ -380,15 +383,6 @@ def test_half_characters_and_bottomless_lines_are_left_out(tmp_path: Path) -> No
         next(stream)
     assert sorted(line.split(": ")[1].rpartition(":")[2] for line in said) == ["2", "3", "4"]
     assert sum("surrogates not allowed" in line for line in said) == 2
-
-
-@pytest.mark.parametrize("text", ['{"messages": []}\n', "notes", '{"id": 0, "messages": []}\n[]\n', '{"id": "a"}\n'])
-def test_answers_are_not_written_over_a_file_of_another_kind(target: Target, tmp_path: Path, text: str) -> None:
-    out = tmp_path / "out.jsonl"
-    out.write_text(text)
-    with pytest.raises(DataError, match=r"out\.jsonl:\d was not written by prepare"):
-        prepare(target, tokens.tokenizer(), Table([{"messages": TURNS}], "made"), out, new_tokens=5)
-    assert out.read_text() == text
 
 
 def test_answers_go_on_where_the_first_line_was_cut_off(target: Target, tmp_path: Path) -> None:
