@@ -255,8 +255,7 @@ def _eval(options: Any) -> int:
         try:
             prompt = _prompt(tokenizer, target.rows, rows[number], options.template_args)
         except BrokenRow as error:
-            origin = rows.origin(number)
-            print(f"left out: {error if str(error).startswith(origin) else f'{origin}: {error}'}", file=sys.stderr)
+            print(f"left out: {error.at(rows.origin(number))}", file=sys.stderr)
             continue
         if prompt:
             prompts.append(prompt[-options.prompt_tokens :])

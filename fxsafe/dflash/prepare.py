@@ -97,8 +97,7 @@ def prepare(
             try:
                 turns = conversation_of(rows[number])
             except BrokenRow as error:
-                origin = rows.origin(number)
-                say(f"left out: {error if str(error).startswith(origin) else f'{origin}: {error}'}")
+                say(f"left out: {error.at(rows.origin(number))}")
                 continue
             if turns is None:
                 say(f"left out: {rows.origin(number)}: no conversation")

@@ -15,7 +15,11 @@ __all__ = ["BrokenRow", "JsonLines", "Rows", "Stream", "Table", "open_rows", "op
 
 
 class BrokenRow(Exception):
-    """A row that cannot be read; says where it stands."""
+    """A row that cannot be read."""
+
+    def at(self, origin: str) -> str:
+        """What is wrong, and where: who reads a line says its place already, who reads a row does not know it."""
+        return str(self) if str(self).startswith(origin) else f"{origin}: {self}"
 
 
 class Rows(Protocol):

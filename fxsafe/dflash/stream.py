@@ -135,7 +135,7 @@ class Examples:
         try:
             example = self._encode(self._rows[number])
         except BrokenRow as error:
-            message = str(error) if str(error).startswith(origin) else f"{origin}: {error}"
+            message = error.at(origin)
             if self._on_error == "refuse":
                 raise DataError(f'{message} (data.on_error: "skip" leaves such rows out)') from error
             self.counts.broken += 1
