@@ -5,8 +5,14 @@ main thread is not seen by drafter threads, nor by the autograd threads in which
 So the limit goes into the entry's default, which all threads see.
 
 torch 2.13's ``isolate_recompiles`` would give each drafter cache entries of its own, but two threads that call two
-isolated functions at a time disturb each other: shapes that were compiled are compiled again (14 graphs where 10 are
-needed, seen on 2.13.0). Without it, drafters on one device share what either has compiled.
+isolated functions at a time disturb each other: shapes that were compiled are compiled again (14 graphs and more where
+10 are needed, seen on 2.13.0, whatever the order below). Without it, drafters on one device share what either has
+compiled.
+
+Dynamo looks through the shared variants of a function from the front, letting go of the GIL at each of them, and moves
+the one that fits to the front. A thread that is on its way goes on behind the place which that one has left, never
+meets it, and compiles it once more, however long after the warm-up. So the order is kept, as torch 2.10 and later can
+be told; where lengths vary, the variant in front is seldom the one that is wanted, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +32,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compile_here(function: F, **options: Any) -> F:
-    """``torch.compile`` with static shapes; see :func:`promise_recompile_limit` for how many."""
+    """``torch.compile`` with static shapes; see :func:`promise_recompile_limit` for how many.
+
+    From here on Dynamo keeps the variants of every function of the process in the order in which they were compiled.
+    """
+    keep_order: Any = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
+    if keep_order is not None:
+        keep_order(False)
     compile_any: Any = torch.compile  # its overloads differ between releases
     compiled: F = compile_any(function, dynamic=False, **options)
     return compiled
