@@ -295,6 +295,22 @@ def test_who_mocks_the_flag_beside_another_threads_trace_gets_his_own_back():
             with mock.patch("torch.fx._symbolic_trace._is_fx_tracing_flag", value):
                 assert st._is_fx_tracing_flag is value
             assert st._is_fx_tracing_flag is False
-        assert vars(st)["_is_fx_tracing_flag"] is False
         assert torch.equal(compiled(X), X + 1)
     assert vars(st)["_is_fx_tracing_flag"] is False
+
+
+@pytest.mark.skipif(not FLAG_IS_GLOBAL, reason="torch 2.14 has no such attribute")
+def test_who_mocks_the_flag_inside_his_own_trace_goes_on_tracing():
+    seen = []
+
+    class Mocking(torch.nn.Module):
+        def forward(self, x):
+            with mock.patch("torch.fx._symbolic_trace._is_fx_tracing_flag", False):
+                seen.append(st.is_fx_tracing())
+            seen.append(st.is_fx_tracing())
+            return x + 1
+
+    with fxsafe.install():
+        torch.fx.symbolic_trace(Mocking())
+        assert seen == [False, True]
+        assert not st.is_fx_tracing()

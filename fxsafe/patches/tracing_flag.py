@@ -9,14 +9,15 @@ Upstream: pytorch#126024; made thread-local in 2.14.0 by pytorch#168999. Release
 Why this place is enough: the predicates change in place, so functions compiled earlier, from-imports and Dynamo's rule
 tables follow; ``Tracer.trace`` is the only writer inside the module; everybody else (``_set_compilation_env`` in
 ``torch._higher_order_ops``, nnsight, brevitas) goes through the module attribute, which becomes a property. The
-module's own global is still written by the body of ``Tracer.trace``, and read by nobody. ``checkpoint_flag`` carries
-the flag to autograd's threads.
+module's own global says whether any thread traces: what the predicates ask first, at the price of torch's own.
+``checkpoint_flag`` carries the flag to autograd's threads.
 
 This file can be deleted when torch 2.14 is the oldest release supported.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from _thread import get_ident
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ from fxsafe.traces import FX, lock, registered_body, state, trace_function
 
 if TYPE_CHECKING:
     import torch
+
+    _is_fx_tracing_flag: Any = False
 
     def is_fx_tracing_warning() -> None: ...
 
@@ -50,56 +53,104 @@ class _Flag(threading.local):
 flag = _Flag()
 
 
-class _Marked(set[int]):
-    # It travels among the constants of a code object, and profilers hash those.
-    __hash__ = object.__hash__  # type: ignore[assignment]
+class _Somebody:
+    """What the module's own global holds while any thread traces: true, and known again when it is put back.
+
+    ``mock.patch`` finds it in the module's dictionary, past the property, and at its end writes it to the attribute.
+    """
+
+    def __init__(self) -> None:
+        self.flag = flag
+
+    def __repr__(self) -> str:
+        return "<some thread traces>"
+
+    def __reduce__(self) -> str:
+        return "_SOMEBODY"  # copied or pickled with the module's dictionary it stays the one there is
 
     def avoided(self, compiling: bool = False) -> bool:
-        """Says False to a predicate that torch's global would have made say True, and counts it for the guard.
-
-        A method of this object, because one constant more would be loaded by every warm call.
-        """
+        """Says False to a predicate that torch's global would have made say True, and counts it for the guard."""
         if not compiling and events.guard_asks(2):
             events.refusal_avoided()
         return False
 
 
-# Threads whose flag may be set: empty while nobody traces, and then a predicate costs what torch's own does. The flag
-# itself decides; a stale member (a thread that died with its flag set) only sends the question there.
-_marked = _Marked()
+_SOMEBODY = _Somebody()
+
+
+class _Global:
+    """The module's own global: ``_SOMEBODY``, or False while nobody traces.
+
+    The body of ``Tracer.trace`` stores into another one, which stands beside it meanwhile. A thread's flag decides; a
+    stale member (a thread that died with its flag set) only sends the question there.
+    """
+
+    target = f"{FX}.{_NAME}"
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()  # whose flag may be set
+        self._globals: dict[str, Any] = {}
+        self._value: Any = None
+        self._applied = False
+
+    def apply(self) -> None:
+        with lock:
+            self._globals = vars(sys.modules[FX])
+            self._value = self._globals[_NAME]
+            self._applied = True
+            self._globals[_SCRATCH] = False
+            self.settle()
+
+    def undo(self) -> bool:
+        with lock:
+            if self._applied:
+                self._applied = False
+                self._globals[_NAME] = self._value
+            self._globals.pop(_SCRATCH, None)
+        return True
+
+    def settle(self) -> None:
+        with lock:
+            if self._applied:
+                self._globals[_NAME] = _SOMEBODY if self.threads else False
+
+
+_global = _Global()
 
 
 def set_flag(value: Any) -> None:
+    """Sets the calling thread's flag; ``_SOMEBODY`` stands for what ``Tracer.trace`` had made of it."""
+    if value is _SOMEBODY:
+        value = get_ident() in state.depth
     if value:
-        _marked.add(get_ident())
+        _global.threads.add(get_ident())
+        _global.settle()
         flag.tracing = value
     else:
         flag.tracing = value
-        _marked.discard(get_ident())
+        _global.threads.discard(get_ident())
+        _global.settle()
 
 
-# torch's predicates again, in the three bodies that they have had, with the thread's flag in the global's place.
+# torch's predicates again, in the three bodies that they have had, with the thread's flag behind the global.
 
 
 def _tracing_2_5() -> Any:
-    marked: Any = "<marked>"
-    flag: Any = "<flag>"
-    return flag.tracing or marked.avoided() if marked else False
+    somebody: Any = "<somebody>"
+    return somebody.flag.tracing or somebody.avoided() if _is_fx_tracing_flag else False
 
 
 def _tracing_2_9() -> Any:
-    marked: Any = "<marked>"
-    flag: Any = "<flag>"
+    somebody: Any = "<somebody>"
     is_fx_tracing_warning()
-    return flag.tracing if marked else False
+    return somebody.flag.tracing if _is_fx_tracing_flag else False
 
 
 def _symbolic_tracing_2_9() -> Any:
-    marked: Any = "<marked>"
-    flag: Any = "<flag>"
+    somebody: Any = "<somebody>"
     return (
-        (flag.tracing or marked.avoided(torch.compiler.is_compiling())) and not torch.compiler.is_compiling()
-        if marked
+        (somebody.flag.tracing or somebody.avoided(torch.compiler.is_compiling())) and not torch.compiler.is_compiling()
+        if _is_fx_tracing_flag
         else False
     )
 
@@ -115,37 +166,6 @@ _PREDICATES = {
 }
 
 
-class _Global:
-    """Keeps the module's own global at the value it had, although the body of ``Tracer.trace`` stores into it.
-
-    Torch's own body stores into another one, which stands beside it meanwhile; somebody else's into this one.
-    """
-
-    def __init__(self, module: ModuleType) -> None:
-        self.target = f"{FX}.{_NAME}"
-        self._globals = vars(module)
-        self._value: Any = None
-        self._applied = False
-
-    def apply(self) -> None:
-        self._value = self._globals[_NAME]
-        self._applied = True
-        self._globals[_SCRATCH] = False
-
-    def undo(self) -> bool:
-        if self._applied:
-            self._globals[_NAME] = self._value
-            self._applied = False
-        self._globals.pop(_SCRATCH, None)
-        return True
-
-    def tidy(self) -> None:
-        """Overlapping traces would leave a stale True in the global, for ``mock.patch`` and its like to find."""
-        with lock:
-            if self._applied and sum(state.depth.values()) <= 1:  # the calling trace is at its end
-                self._globals[_NAME] = self._value
-
-
 def _predicate_edits(module: ModuleType) -> list[Edit]:
     edits: list[Edit] = []
     for name, bodies in _PREDICATES.items():
@@ -156,7 +176,7 @@ def _predicate_edits(module: ModuleType) -> list[Edit]:
         where = f"{FX}.{name}"
         function = own_function(module, name)
         body = bodies[require(where, function, *bodies)]
-        code = code_with_constants(body, {"<marked>": _marked, "<flag>": flag}, function.__code__)  # type: ignore[arg-type]
+        code = code_with_constants(body, {"<somebody>": _SOMEBODY}, function.__code__)  # type: ignore[arg-type]
         edits.append(CodeSwap(where, function, code))
     return edits
 
@@ -164,13 +184,13 @@ def _predicate_edits(module: ModuleType) -> list[Edit]:
 class _Flagged:
     """What the body of ``_flagged`` works with."""
 
-    def __init__(self, trace: FunctionType, kept: _Global) -> None:
+    def __init__(self, trace: FunctionType) -> None:
         self.trace = trace
         self.flag = flag
         self.set_flag = set_flag
-        self.marked = _marked
+        self.threads = _global.threads
         self.get_ident = get_ident
-        self.tidy = kept.tidy
+        self.settle = _global.settle
 
 
 def _flagged(self: Any, root: Any, concrete_args: Any = None) -> Any:
@@ -184,26 +204,26 @@ def _flagged(self: Any, root: Any, concrete_args: Any = None) -> Any:
         # Not by a call: Ctrl-C may come in front of a function's first line.
         parts.flag.tracing = previous
         if not previous:
-            parts.marked.discard(parts.get_ident())
-        parts.tidy()
+            parts.threads.discard(parts.get_ident())
+        parts.settle()
 
 
 def _with_scratch(body: CodeType) -> CodeType:
-    """The body of ``Tracer.trace`` with another global for the one that nobody but others' mocks would look at."""
+    """The body of ``Tracer.trace`` with another global for the one that says whether any thread traces."""
     return body.replace(co_names=tuple(_SCRATCH if name == _NAME else name for name in body.co_names))
 
 
-def _trace_edit(module: ModuleType, kept: _Global) -> Edit:
+def _trace_edit(module: ModuleType) -> Edit:
     _, body = trace_function(module)
     hide = frame_hider()
     if shape_of(body).writes != {_NAME}:
         raise ShapeError(f"{FX}.Tracer.trace has an unknown shape: {shape_of(body)}")
 
     def wrap(original: FunctionType) -> _Flagged:
-        hide(set_flag, _Marked.avoided)
+        hide(set_flag, _Somebody.avoided, _Global.settle)
         if original.__code__ is body:
             original.__code__ = one_of_equals(_with_scratch(body))
-        return _Flagged(original, kept)
+        return _Flagged(original)
 
     return CodeWrap(f"{FX}.Tracer.trace", registered_body(module), _flagged, wrap)  # type: ignore[arg-type]
 
@@ -219,13 +239,12 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
         return NotNeeded(f"torch keeps the flag per thread since 2.14.0 ({UPSTREAM})")
     if _NAME not in vars(module):
         raise ShapeError(f"{FX}.{_NAME} does not exist")
-    kept = _Global(module)
     flag_property = property(lambda self: flag.tracing, lambda self, value: set_flag(value))
     return Plan(
         [
-            kept,
+            _global,
             *_predicate_edits(module),
-            _trace_edit(module, kept),
+            _trace_edit(module),
             ModuleProperties(f"{FX}.{_NAME}", module, {_NAME: flag_property}),
         ],
         counters=lambda: {"refusals_avoided": events.refusals.total},
@@ -233,9 +252,10 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
 
 
 def _after_fork_in_child() -> None:
-    _marked.clear()
+    _global.threads.clear()
     if flag.tracing:
-        _marked.add(get_ident())
+        _global.threads.add(get_ident())
+    _global.settle()
 
 
 PATCH = Patch(
