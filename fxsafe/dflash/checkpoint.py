@@ -21,6 +21,19 @@ __all__ = ["latest", "list_checkpoints", "load_checkpoint", "save_checkpoint"]
 
 _FORMAT = "fxsafe-dflash-checkpoint"
 _VERSION = 1
+_KEYS: dict[str, type] = {
+    "version": int,
+    "step": int,
+    "blake2b": str,
+    "config": dict,
+    "settings.data": dict,
+    "settings.run": dict,
+    "position.epoch": int,
+    "position.offset": int,
+}
+"""what a ``state.json`` must have"""
+_LATER: dict[str, type] = {"data": dict}
+"""what one of an earlier release lacks"""
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -97,14 +110,28 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         document = json.loads((path / "state.json").read_text())
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             raise CheckpointError(f"{path} is no checkpoint of this trainer")
-        if document["version"] > _VERSION:
+        if type(document.get("version")) is int and document["version"] > _VERSION:
             raise CheckpointError(f"{path} was written by a later version of this trainer")
+        _check_keys(document, path)
         file = path / "state.safetensors"
         if _digest(file) != document["blake2b"]:
             raise CheckpointError(f"{path} is damaged: its tensors are not those that were saved{_older(path)}")
         return load_file(file), document
-    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}{_older(path)}") from error
+
+
+def _check_keys(document: Mapping[str, Any], path: Path) -> None:
+    later = {name: kind for name, kind in _LATER.items() if name in document}
+    for name, kind in (_KEYS | later).items():
+        value: Any = document
+        for part in name.split("."):
+            if not isinstance(value, dict) or part not in value:
+                raise CheckpointError(f"{path / 'state.json'} lacks {name}{_older(path)}")
+            value = value[part]
+        if type(value) is not kind:  # True is no number
+            words = {int: "a whole number", str: "a text", dict: "an object"}[kind]
+            raise CheckpointError(f"{path / 'state.json'}: {name} is {value!r} and should be {words}{_older(path)}")
 
 
 def _older(path: Path) -> str:

@@ -237,5 +237,5 @@ class DrafterConfig:
             )
         except KeyError as error:
             raise CheckpointError(f"config.json has no {error.args[0]}") from error
-        except SettingsError as error:
+        except (SettingsError, TypeError, ValueError) as error:
             raise CheckpointError(f"config.json: {error}") from error

@@ -18,7 +18,7 @@ from fxsafe.dflash.config import DrafterConfig
 from fxsafe.dflash.errors import CheckpointError
 from fxsafe.dflash.model import Drafter
 
-__all__ = ["export_drafter", "load_drafter", "tensor_shapes"]
+__all__ = ["export_drafter", "load_drafter", "load_into", "refuse_other_than_drafter", "tensor_shapes"]
 
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
@@ -62,10 +62,7 @@ def export_drafter(state: Mapping[str, Tensor], config: DrafterConfig, directory
     given, path = Path(directory), Path(os.path.abspath(directory))  # "." has no name to write a new one beside
     _check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, config, "the drafter")
     half = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in state.items()}
-    if not _replaceable(path):
-        raise CheckpointError(f"{path} exists and holds something else than a drafter; choose another directory")
-    if path.exists() and path.samefile(os.curdir):
-        raise CheckpointError(f"{path} is where this command runs, and would be replaced; choose another directory")
+    refuse_other_than_drafter(path)
     new = path.with_name(f".{path.name}.new")
     try:
         shutil.rmtree(new, ignore_errors=True)
@@ -83,6 +80,22 @@ def export_drafter(state: Mapping[str, Tensor], config: DrafterConfig, directory
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return given
+
+
+def refuse_other_than_drafter(directory: str | os.PathLike[str]) -> None:
+    """See that an export to this place would replace nothing, or an older export.
+
+    Raises:
+        CheckpointError: it would replace something else.
+    """
+    path = Path(os.path.abspath(directory))
+    if not _replaceable(path):
+        raise CheckpointError(
+            f"{path} exists and holds something else than a drafter{_beside(path)}; move it away, or choose another "
+            "directory"
+        )
+    if path.exists() and path.samefile(os.curdir):
+        raise CheckpointError(f"{path} is where this command runs, and would be replaced; choose another directory")
 
 
 def load_drafter(directory: str | os.PathLike[str]) -> tuple[DrafterConfig, dict[str, Tensor]]:
@@ -121,7 +134,7 @@ def _replaceable(path: Path) -> bool:
     """Whether there is nothing, or an export of ours and nothing beside it: a target has a config.json too."""
     if not path.exists():
         return True
-    if not path.is_dir() or {p.name for p in path.iterdir()} - {"config.json", "model.safetensors"}:
+    if not path.is_dir() or _beside(path):
         return False
     if not (path / "config.json").exists():
         return not any(path.iterdir())
@@ -130,6 +143,12 @@ def _replaceable(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(document, dict) and document.get("architectures") == ["DFlashDraftModel"]
+
+
+def _beside(path: Path) -> str:
+    """What a directory holds beside an export, as words."""
+    names = {p.name for p in path.iterdir()} - {"config.json", "model.safetensors"} if path.is_dir() else ()
+    return f" ({sorted(names)[0]})" if names else ""
 
 
 def _files(path: Path) -> list[Path]:

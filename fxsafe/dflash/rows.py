@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from array import array
@@ -12,6 +13,11 @@ from typing import Any, Protocol
 from fxsafe.dflash.errors import DataError
 
 __all__ = ["BrokenRow", "JsonLines", "Rows", "Stream", "Table", "open_rows", "open_stream"]
+
+
+_LEARNT = ("messages", "conversations", "text", "input_ids", "loss_mask")
+_SAMPLED = 4096
+"""rows, at least, that stand for all of a data set of the Hub"""
 
 
 class BrokenRow(Exception):
@@ -35,6 +41,10 @@ class Rows(Protocol):
         """Where a row stands, for messages."""
         ...
 
+    def digests(self) -> dict[str, str]:
+        """Each source's name and a digest of what it holds, which tells whether it has been changed since."""
+        ...
+
 
 class JsonLines:
     """A JSONL file, read line by line when a line is wanted; only the places of the lines are in memory.
@@ -48,6 +58,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._starts, self._numbers = array("Q"), array("Q")
+        self._digest = hashlib.blake2b(digest_size=16)  # on the way, as each byte is read once in any case
         at = 0
         try:
             with path.open("rb") as stream:
@@ -56,6 +67,7 @@ class JsonLines:
                         self._starts.append(at)
                         self._numbers.append(number)
                     at += len(line)
+                    self._digest.update(line)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error}") from error
 
@@ -77,12 +89,21 @@ class JsonLines:
     def origin(self, number: int) -> str:
         return f"{self.path}:{self._numbers[number]}"
 
+    def digests(self) -> dict[str, str]:
+        return {str(self.path): self._digest.hexdigest()}
+
 
 class Table:
-    """A data set of ``datasets``, or a plain list of rows."""
+    """A data set of ``datasets``, or a plain list of rows.
 
-    def __init__(self, table: Any, name: str) -> None:
-        self._table, self._name = table, name
+    Args:
+        table: rows by number.
+        name: for messages.
+        file: where all of it stands, if it is one.
+    """
+
+    def __init__(self, table: Any, name: str, file: Path | None = None) -> None:
+        self._table, self._name, self._file = table, name, file
 
     def __len__(self) -> int:
         return len(self._table)
@@ -93,6 +114,28 @@ class Table:
 
     def origin(self, number: int) -> str:
         return f"{self._name}, row {number}"
+
+    def digests(self) -> dict[str, str]:
+        """Of the file, or else of some thousand rows from everywhere.
+
+        All rows of a Hub data set would take minutes, and what ``datasets`` notes about it changes with its cache.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        if self._file is not None:
+            try:
+                with self._file.open("rb") as stream:
+                    while chunk := stream.read(1 << 22):
+                        digest.update(chunk)
+            except OSError as error:
+                raise DataError(f"{self._file} cannot be read: {error}") from error
+        else:
+            count = len(self)
+            digest.update(str(count).encode())
+            for number in range(0, count, max(1, count // _SAMPLED)):
+                row = self[number]
+                learnt = {key: row[key] for key in _LEARNT if key in row}
+                digest.update(json.dumps(learnt, default=str).encode())
+        return {self._name: digest.hexdigest()}
 
 
 class Joined:
@@ -111,6 +154,12 @@ class Joined:
     def origin(self, number: int) -> str:
         rows, at = self._places[number]
         return rows.origin(at)
+
+    def digests(self) -> dict[str, str]:
+        out: dict[str, str] = {}
+        for rows in {id(rows): rows for rows, _ in self._places}.values():
+            out |= rows.digests()
+        return out
 
 
 class Stream:
@@ -209,7 +258,7 @@ def _open(name: str) -> Iterator[Rows]:
         yield JsonLines(path)
         return
     for table in _tables(name, streaming=False):
-        yield Table(table, name)
+        yield Table(table, name, path if path.suffix == ".parquet" else None)
 
 
 def _tables(name: str, *, streaming: bool) -> Iterator[Any]:

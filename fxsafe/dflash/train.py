@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -25,7 +26,7 @@ from fxsafe.dflash.compiling import promise_recompile_limit
 from fxsafe.dflash.config import FULL, SLIDING, DrafterConfig
 from fxsafe.dflash.engine import Engine, StepReport, WorkerError, advice
 from fxsafe.dflash.errors import CheckpointError, DataError, SettingsError
-from fxsafe.dflash.export import export_drafter, load_drafter, load_into
+from fxsafe.dflash.export import export_drafter, load_drafter, load_into, refuse_other_than_drafter
 from fxsafe.dflash.flops import drafter_flops, peak_flops, target_flops
 from fxsafe.dflash.journal import Journal, plot, read_metrics
 from fxsafe.dflash.losses import Tally
@@ -123,8 +124,9 @@ class Trainer:
         if rows is None and data.streaming:
             assert run.max_steps is not None  # the settings see to it
             self.rows, self.steps, count = open_stream(data.train, data.window), run.max_steps, None
+            self._whole: Rows | None = None
         else:
-            self.rows = open_rows(data.train) if rows is None else rows
+            self.rows = self._whole = open_rows(data.train) if rows is None else rows
             if not data.validation:
                 self.rows, self.held_out = split_rows(self.rows, data.validation_share, run.seed)
             count = len(self.rows)
@@ -132,6 +134,7 @@ class Trainer:
             self.steps = min(steps, run.max_steps) if run.max_steps else steps
         self.plan: Plan = make_plan(settings, self.target, self.config, count, self.steps)
         self.out = Path(run.out)
+        refuse_other_than_drafter(self.out / "export")  # and not after the last step
         self._stop = threading.Event()
         self._interrupted = self._saving = False
 
@@ -195,6 +198,7 @@ class Trainer:
             rank=processes.rank,
             world=processes.world,
         )
+        digests = self._digests if processes.first else {}  # of what is there now, not at the first save
         processes.wait()  # nobody may write before all have read
         held_out = self._held_out() if processes.first else []
         if processes.first:
@@ -221,6 +225,7 @@ class Trainer:
                 state = {
                     "position": position,
                     "rows": self._count(),
+                    "data": digests,
                     "config": self.config.to_json(),
                     "settings": settings.to_json(),
                 }
@@ -293,6 +298,11 @@ class Trainer:
     def stop(self) -> None:
         """Finish the step, save and return from :meth:`run`; from any thread."""
         self._stop.set()
+
+    @functools.cached_property
+    def _digests(self) -> dict[str, str]:
+        """Of the training rows, before any were set apart; none of a stream, which is not read before."""
+        return {} if self._whole is None else self._whole.digests()
 
     def _count(self) -> int | None:
         return None if isinstance(self.rows, Stream) else len(self.rows)
@@ -424,6 +434,12 @@ class Trainer:
             raise CheckpointError(
                 f"{path} was trained with {before} rows, and now there are {self._count()}: a file of data.train, "
                 "data.validation or data.validation_share has changed, and the order of the rows with it"
+            )
+        kept: dict[str, str] = state.get("data", {})  # older checkpoints have none
+        if changed := [name for name, digest in self._digests.items() if kept.get(name, digest) != digest]:
+            raise CheckpointError(
+                f"{path} was trained on other rows: {', '.join(changed)} has been changed since. Put back what it was, "
+                "or choose another run.out to begin anew"
             )
         master.restore(tensors)
         examples.seek(state["position"])

@@ -559,3 +559,105 @@ def test_output_that_nobody_reads_is_not_taken_for_a_directory(tmp_path: Path) -
 
     with pytest.raises(CheckpointError, match=r"^what is printed cannot be written.*that of step-00000001"):
         trainer(tmp_path).run(quiet=True, on_step=closed)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_run_is_not_resumed_with_rows_that_were_changed_and_not_their_number(tmp_path: Path, kind: str) -> None:
+    import datasets
+
+    made = [dict(rows()[i]) for i in range(30)]
+    file = tmp_path / f"rows.{kind}"
+
+    def write(content: list[dict[str, Any]]) -> None:
+        if kind == "jsonl":
+            file.write_text("".join(json.dumps(row) + "\n" for row in content))
+        else:
+            datasets.Dataset.from_list(content).to_parquet(str(file))
+
+    def run(**changes: Any) -> Trainer:
+        wish = settings(tmp_path / "run", data__train=(str(file),), **changes)
+        return Trainer(wish, target=Target(tiny.target_model("qwen3")), say=lambda line: None)
+
+    write(made)
+    run(run__max_steps=1).run(quiet=True)
+    times = file.stat()
+    write([*made[:-1], made[-1] | {"input_ids": made[-1]["input_ids"][::-1]}])
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(
+        CheckpointError, match=rf"step-00000001 was trained on other rows: .*rows\.{kind} has been changed"
+    ):
+        run(run__max_steps=2).run(quiet=True)
+    write(made)
+    assert run(run__max_steps=2).run(quiet=True).finished
+
+
+def test_a_run_is_not_resumed_with_a_table_that_was_changed(tmp_path: Path) -> None:
+    trainer(tmp_path, run__max_steps=1).run(quiet=True)
+    changed = [dict(rows()[i]) for i in range(30)]
+    changed[17] = {"input_ids": [9] * 12}
+    again = Trainer(
+        settings(tmp_path),
+        target=Target(tiny.target_model("qwen3")),
+        rows=Table(changed, "made"),
+        say=lambda line: None,
+    )
+    with pytest.raises(CheckpointError, match="trained on other rows: made has been changed"):
+        again.run(quiet=True)
+
+
+def _edit(state: dict[str, Any], name: str, value: Any) -> None:
+    *parts, last = name.split(".")
+    for part in parts:
+        state = state[part]
+    if value is None:
+        del state[last]
+    else:
+        state[last] = value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("config", None, r"state\.json lacks config"),
+        ("settings.data", None, r"state\.json lacks settings\.data"),
+        ("position.offset", None, r"state\.json lacks position\.offset"),
+        ("step", None, r"state\.json lacks step"),
+        ("blake2b", None, r"state\.json lacks blake2b"),
+        ("version", "1", r"state\.json: version is '1' and should be a whole number"),
+        ("position", [3], r"state\.json lacks position\.epoch"),
+        ("position.epoch", True, r"state\.json: position\.epoch is True and should be a whole number"),
+        ("config", "qwen3", r"state\.json: config is 'qwen3' and should be an object"),
+        ("data", [], r"state\.json: data is \[\] and should be an object"),
+    ],
+)
+def test_a_state_that_lacks_something_is_refused_with_its_name_and_an_older_one(
+    tmp_path: Path, name: str, value: Any, message: str
+) -> None:
+    trainer(tmp_path, run__max_steps=6).run(quiet=True)
+    last = checkpoint.latest(tmp_path / "checkpoints")
+    assert last is not None
+    state = json.loads((last / "state.json").read_text())
+    _edit(state, name, value)
+    (last / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=message + r".*an older one is .*step-00000003"):
+        trainer(tmp_path).run(quiet=True)
+
+
+def test_a_checkpoint_of_an_earlier_release_is_resumed(tmp_path: Path) -> None:
+    trainer(tmp_path, run__max_steps=3).run(quiet=True)
+    last = checkpoint.latest(tmp_path / "checkpoints")
+    assert last is not None
+    state = json.loads((last / "state.json").read_text())
+    del state["data"], state["rows"]
+    (last / "state.json").write_text(json.dumps(state))
+    assert trainer(tmp_path).run(quiet=True).finished
+
+
+def test_something_else_in_the_place_of_the_export_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / "run" / "export").mkdir(parents=True)
+    (tmp_path / "run" / "export" / "notes.txt").write_text("mine")
+    with pytest.raises(
+        CheckpointError, match=r"run/export exists and holds something else .*\(notes\.txt\); move it away"
+    ):
+        trainer(tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["export"]
