@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jsonargparse
 
@@ -45,6 +45,16 @@ SECTIONS: dict[str, Any] = {
     "optim": OptimSettings,
     "run": RunSettings,
 }
+
+
+class _Parser(jsonargparse.ArgumentParser):  # type: ignore[misc, unused-ignore]
+    """Answers a mistake with a line of its own; jsonargparse would print the usage, all settings of it, before."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        parser = getattr(ex, "subcommand_parser", None) or self
+        prog = parser.prog.replace(" [options]", "")
+        print(f"{prog}: {' '.join(message.split())}; see {prog} --help", file=sys.stderr)
+        sys.exit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,13 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> jsonargparse.ArgumentParser:
-    parser = jsonargparse.ArgumentParser(
+    parser = _Parser(
         prog="fxsafe dflash",
         description="Train DFlash drafters: several target threads feed several drafter threads in one process.",
     )
     commands = parser.add_subcommands(dest="command", metavar="COMMAND")
 
-    train = jsonargparse.ArgumentParser(
+    train = _Parser(
         description="Train a drafter. The settings are those of a YAML file, changed by --SECTION.NAME. "
         "A run that stands in run.out is resumed. Ctrl-C finishes the step and saves."
     )
@@ -99,7 +109,7 @@ def _parser() -> jsonargparse.ArgumentParser:
         train.add_class_arguments(kind, name)
     commands.add_subcommand("train", train, help="train a drafter")
 
-    evaluation = jsonargparse.ArgumentParser(
+    evaluation = _Parser(
         description="Decode prompts with a drafter and without, greedily: acceptance length, speed-up, equality."
     )
     evaluation.add_argument("drafter", help="directory of an export")
@@ -120,12 +130,12 @@ def _parser() -> jsonargparse.ArgumentParser:
     evaluation.add_argument("--trust-remote-code", action="store_true", help="let the target's own code run")
     commands.add_subcommand("eval", evaluation, help="measure a drafter on prompts")
 
-    export = jsonargparse.ArgumentParser(description="Write a checkpoint's drafter in z-lab's layout and read it back.")
+    export = _Parser(description="Write a checkpoint's drafter in z-lab's layout and read it back.")
     export.add_argument("run", help="directory of a run, or of one of its checkpoints")
     export.add_argument("out", help="directory to write")
     commands.add_subcommand("export", export, help="write a drafter for z-lab's package, SGLang and vLLM")
 
-    prepare = jsonargparse.ArgumentParser(description="Let the target write the answers of a data set anew.")
+    prepare = _Parser(description="Let the target write the answers of a data set anew.")
     prepare.add_argument("data", nargs="+", help="JSONL, Parquet or Hub id, of conversations")
     prepare.add_argument("--target", required=True, help="Hub id or directory")
     prepare.add_argument("--out", required=True, help="JSONL to write; what stands there already is kept")
@@ -139,18 +149,18 @@ def _parser() -> jsonargparse.ArgumentParser:
     prepare.add_argument("--trust-remote-code", action="store_true", help="let the target's own code run")
     commands.add_subcommand("prepare", prepare, help="answers written by the target")
 
-    plot = jsonargparse.ArgumentParser(description="Draw the curves of a run into its curves.png.")
+    plot = _Parser(description="Draw the curves of a run into its curves.png.")
     plot.add_argument("run", help="directory of a run")
     commands.add_subcommand("plot", plot, help="draw the curves of a run")
 
-    demo = jsonargparse.ArgumentParser(
+    demo = _Parser(
         description="Train a small target and its drafter on English text that comes with Python, and evaluate: "
         "no network, no GPU, a few minutes on two cores."
     )
     demo.add_argument("--out", default="dflash-demo", help="directory to write; replaced if it is a demo's")
     commands.add_subcommand("demo", demo, help="the whole story on a laptop")
 
-    stress = jsonargparse.ArgumentParser(
+    stress = _Parser(
         description="Run one training load from cold caches under plain torch, the known work-arounds and fxsafe, and "
         "compare: steps, errors, hangs, silent eager steps, tokens per second, memory, residue."
     )
@@ -262,6 +272,13 @@ def _eval(options: Any) -> int:
             names.append(rows.origin(number))
     if not prompts:
         raise DFlashError(f"{options.prompts} holds no prompts")
+    for prompt, name in zip(prompts, names, strict=True):
+        needed = len(prompt) + options.new_tokens - 1  # the last token is not put to the target
+        if target.positions is not None and needed > target.positions:
+            raise DFlashError(
+                f"{name}: {len(prompt)} tokens and --new-tokens {options.new_tokens} take {needed} positions, and the "
+                f"target has {target.positions}; lower --new-tokens or --prompt-tokens ({options.prompt_tokens})"
+            )
     stop = {tokenizer.eos_token_id} if tokenizer is not None else set()
     eos = target.text_config.eos_token_id
     stop |= set(eos) if isinstance(eos, list) else {eos}
@@ -364,21 +381,13 @@ def _stress(options: Any) -> int:
 
 
 def _load(options: Any) -> tuple[Any, Any]:
-    import transformers
-
-    from fxsafe.dflash.target import load_target
+    from fxsafe.dflash.target import load_target, load_tokenizer
 
     (device,) = devices_of((options.device,), "--device")
     target = load_target(
         options.target, dtype=dtype_of(options.dtype), device=device, trust_remote_code=options.trust_remote_code
     )
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            options.target, trust_remote_code=options.trust_remote_code
-        )
-    except (OSError, ValueError):
-        tokenizer = None
-    return target, tokenizer
+    return target, load_tokenizer(options.target, trust_remote_code=options.trust_remote_code)
 
 
 def _counts(options: Any, *names: str) -> None:

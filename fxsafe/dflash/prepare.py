@@ -68,7 +68,8 @@ def prepare(
         tokenizer: with a chat template.
         rows: conversations.
         out: JSONL; appended to.
-        new_tokens: of an answer; a conversation whose answer does not end within them is left out from there on.
+        new_tokens: of an answer; a conversation whose answer does not end within them, or within the target's
+            positions, is left out from there on.
         temperature: 0 for greedy. Use the settings that the target is served with.
         top_p: of sampling.
         seed: together with the number of the row decides what is drawn.
@@ -104,16 +105,24 @@ def prepare(
                 continue
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             answered: list[dict[str, str]] = []
+            full = False
             for turn in turns:
                 if turn["role"] != "assistant":
                     answered.append(turn)
                     continue
                 text = tokenizer.apply_chat_template(answered, tokenize=False, add_generation_prompt=True)
                 prompt = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+                room = new_tokens if target.positions is None else min(new_tokens, target.positions - len(prompt))
+                if full := room < 1:
+                    say(
+                        f"{rows.origin(number)}: left out from where it has {len(prompt)} tokens, as the target has "
+                        f"{target.positions} positions"
+                    )
+                    break
                 said = sample(
                     target,
                     prompt,
-                    new_tokens=new_tokens,
+                    new_tokens=room,
                     stop=stop,
                     temperature=temperature,
                     top_p=top_p,
@@ -121,7 +130,14 @@ def prepare(
                 )
                 answered.append({"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)})
                 if said[-1] not in stop:
+                    if room < new_tokens:
+                        say(
+                            f"{rows.origin(number)}: an answer is cut off after {room} tokens, where the target's "
+                            f"{target.positions} positions end ({len(prompt)} are taken by what stands before it)"
+                        )
                     break
+            if full and not any(turn["role"] == "assistant" for turn in answered):
+                continue
             stream.write(json.dumps({"id": number, "messages": answered}) + "\n")
             stream.flush()
             done.add(number)

@@ -1,7 +1,7 @@
 """All settings of a run. One dataclass for each section of the YAML file; dotted names on the command line override.
 
 Lengths are in tokens, shares between 0 and 1, devices in torch's words ("cpu", "cuda:0"); the same device may stand in
-several places and is shared then.
+several places and is shared then. Where a list of names is wanted, one name stands for a list of one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,14 @@ from fxsafe.dflash.optim import OptimSettings
 __all__ = ["DataSettings", "DrafterSettings", "RunSettings", "Settings", "TargetSettings", "devices_of", "dtype_of"]
 
 Dtype = Literal["float32", "bfloat16"]
+Names = tuple[str, ...] | str
+"""A tuple once the settings are made; ``tuple(name)`` would be its letters."""
+
+
+def _listed(section: Any, *fields: str) -> None:
+    for field in fields:
+        if isinstance(name := getattr(section, field), str):
+            object.__setattr__(section, field, (name,))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,9 +47,12 @@ class TargetSettings:
 
     model: str = ""
     dtype: Dtype = "bfloat16"
-    devices: tuple[str, ...] = ("auto",)
+    devices: Names = ("auto",)
     trust_remote_code: bool = False
     compile: bool = False
+
+    def __post_init__(self) -> None:
+        _listed(self, "devices")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,11 +92,14 @@ class DrafterSettings:
     sliding_layers: int = 0
     sliding_window: int = 2048
     warm_start: str | None = None
-    devices: tuple[str, ...] = ("auto",)
+    devices: Names = ("auto",)
     dtype: Dtype = "bfloat16"
     compile: bool = True
     backend: str = "inductor"
     attention: Literal["auto", "flex", "dense"] = "auto"
+
+    def __post_init__(self) -> None:
+        _listed(self, "devices")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,8 +124,8 @@ class DataSettings:
         depth: micro-batches of features that may wait between a target and a drafter.
     """
 
-    train: tuple[str, ...] = ()
-    validation: tuple[str, ...] = ()
+    train: Names = ()
+    validation: Names = ()
     validation_share: float = 0.01
     validation_batches: int = 8
     streaming: bool = False
@@ -122,6 +137,9 @@ class DataSettings:
     micro_batches: int = 8
     bucket: int = 512
     depth: int = 2
+
+    def __post_init__(self) -> None:
+        _listed(self, "train", "validation")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -249,7 +267,7 @@ def dtype_of(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def devices_of(names: tuple[str, ...], where: str) -> list[torch.device]:
+def devices_of(names: Sequence[str], where: str) -> list[torch.device]:
     """The devices, after checking that they exist.
 
     Raises:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from fxsafe.dflash.compiling import compile_here
 from fxsafe.dflash.config import DrafterConfig, default_layer_ids
-from fxsafe.dflash.errors import TargetError
+from fxsafe.dflash.errors import DataError, TargetError
 from fxsafe.dflash.head import Head
 
-__all__ = ["Target", "find_layers", "load_target"]
+__all__ = ["Target", "find_layers", "load_target", "load_tokenizer"]
 
 _LAYER_PATHS = (
     "model.layers",
@@ -36,6 +36,9 @@ _LAYER_PATHS = (
     "gpt_neox.layers",
     "layers",
 )
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")
+"""one of which a directory with a tokenizer has"""
 
 
 class _Enough(BaseException):
@@ -101,6 +104,32 @@ def load_target(name: str, *, dtype: torch.dtype, device: torch.device, trust_re
         ) from error
 
 
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a Hub id or a local directory; None if it has none, and all rows must hold input_ids then.
+
+    Raises:
+        DataError: it has one, which cannot be loaded. Without a word its rows would all be left out.
+    """
+    import transformers
+
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raises Exception itself, and readers of JSON what a wrong shape leads to
+        if Path(name).is_dir():
+            absent = not any(file for pattern in _TOKENIZER_FILES for file in Path(name).glob(pattern))
+        else:
+            absent = isinstance(error, OSError)
+        if absent:
+            return None
+        text = " ".join(str(error).split())
+        raise DataError(
+            f"the tokenizer of {name} cannot be loaded: {type(error).__name__}: {text}. Mend its files, or remove them "
+            "if all rows hold input_ids"
+        ) from error
+    # Where there are no files at all, transformers 5 makes an empty one of the model's class.
+    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
+
+
 class Target:
     """A frozen causal LM with hooks on its layers.
 
@@ -161,6 +190,11 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.head.embedding_VH.dtype
+
+    @property
+    def positions(self) -> int | None:
+        """How long a sequence may be, None if nothing is said; beyond it there is an error, or rubbish without one."""
+        return getattr(self.text_config, "max_position_embeddings", None) or None
 
     @property
     def layer_count(self) -> int:

@@ -37,9 +37,9 @@ from fxsafe.dflash.replica import Replica, ReplicaSettings
 from fxsafe.dflash.rows import Rows, Stream, Table, open_rows, open_stream, split_rows
 from fxsafe.dflash.settings import Settings, devices_of, dtype_of
 from fxsafe.dflash.stream import Examples, micro_batches
-from fxsafe.dflash.target import Target, load_target
+from fxsafe.dflash.target import Target, load_target, load_tokenizer
 
-__all__ = ["Outcome", "Trainer", "load_tokenizer"]
+__all__ = ["Outcome", "Trainer"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,18 +52,6 @@ class Outcome:
     checkpoint: Path
     export: Path | None
     validation: Tally | None
-
-
-def load_tokenizer(settings: Settings) -> Any:
-    """The target's tokenizer, None if it has none (all rows must hold input_ids then)."""
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            settings.target.model, trust_remote_code=settings.target.trust_remote_code
-        )
-    except (OSError, ValueError):
-        return None
 
 
 def counted() -> dict[str, float]:
@@ -108,7 +96,10 @@ class Trainer:
         if settings.target.compile:
             for each in self._targets:
                 each.compile_layers(settings.drafter.backend)
-        self.tokenizer = tokenizer if target is not None else load_tokenizer(settings)
+        if target is None:
+            name = settings.target.model
+            tokenizer = load_tokenizer(name, trust_remote_code=settings.target.trust_remote_code)
+        self.tokenizer = tokenizer
         if self.tokenizer is not None and len(self.tokenizer) > self.target.rows:
             raise DataError(
                 f"the tokenizer has {len(self.tokenizer)} tokens and the target's embedding {self.target.rows} rows; "
@@ -116,7 +107,7 @@ class Trainer:
             )
         self.warm: dict[str, Tensor] | None = None
         self.config = self._drafter_config()
-        self._positions: int | None = getattr(self.target.text_config, "max_position_embeddings", None) or None
+        self._positions = self.target.positions
         if self._positions and data.max_length > self._positions:
             raise SettingsError(f"data.max_length is {data.max_length}, and the target has {self._positions} positions")
         self.rows: Rows | Stream

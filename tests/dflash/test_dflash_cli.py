@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ import tokens
 
 import fxsafe
 import fxsafe.cli
-from fxsafe.dflash import demo
+from fxsafe.dflash import cli, demo
 from fxsafe.dflash.export import export_drafter
-from fxsafe.dflash.target import Target
+from fxsafe.dflash.settings import DataSettings
+from fxsafe.dflash.target import Target, load_tokenizer
 
 
 def call(*words: str) -> int:
@@ -131,6 +133,9 @@ def test_the_demo_replaces_a_demo_and_no_run(
         (["--data.train", "[nowhere.jsonl]"], "nowhere.jsonl cannot be read"),
         (["--drafter.target_layer_ids", "[0,3]"], "is the last one"),
         (["--drafter.devices", "[cuda:9]"], "cuda:9 does not exist"),
+        (["--data.train", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+        (["--data.validation", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+        (["--target.devices", "cuda:9"], "cuda:9 does not exist"),
         (["--data.bucket", "0"], "data.bucket is too small"),
     ],
 )
@@ -141,6 +146,102 @@ def test_mistakes_are_answered_with_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert message in lines[-1]
     assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--data.bucket", "many"], 'Parser key "data.bucket": Expected a'),
+        (["train", "--data.trian", "x.jsonl"], "nrecognized arguments: --data.trian x.jsonl"),
+        (["trian"], "argument COMMAND: invalid choice: 'trian'"),
+    ],
+)
+def test_words_that_are_no_settings_are_answered_with_one_line_and_not_with_all_settings(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        call(*words)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    prog = f"fxsafe dflash {words[0]}" if words[1:] else "fxsafe dflash"
+    assert line.startswith(f"{prog}: ")
+    assert message in line
+    assert line.endswith(f"; see {prog} --help")
+
+
+def test_one_name_in_a_file_of_settings_stands_for_a_list_of_one(place: Path, tmp_path: Path) -> None:
+    listed = (place / "settings.yaml").read_text()
+    single = listed.replace("devices: [cpu]", "devices: cpu").replace(
+        f"train: [{place / 'data.jsonl'}]", f"train: {place / 'data.jsonl'}"
+    )
+    (tmp_path / "single.yaml").write_text(single)
+    parsed = [
+        cli._settings(cli._parser().parse_args(["train", "--config", str(path)])["train"])
+        for path in (place / "settings.yaml", tmp_path / "single.yaml")
+    ]
+    assert single.count("[") == listed.count("[") - 2
+    assert parsed[0] == parsed[1]
+    assert DataSettings(train="x.jsonl").train == ("x.jsonl",)
+
+
+def test_a_prompt_that_goes_beyond_the_targets_positions_is_refused_with_the_numbers(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "eval", str(place / "drafter"), "--target", str(place / "target"), "--prompts", str(place / "data.jsonl"),
+        "--dtype", "float32", "--device", "cpu", "--new-tokens",
+    )  # fmt: skip
+    assert call(*words, "1000000") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "data.jsonl:1: " in line
+    assert "--new-tokens 1000000 take 1000" in line
+    assert "the target has 32768; lower --new-tokens or --prompt-tokens (1024)" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", '{"version": "1.0", "trunc'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer.json", None),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "prepare"])
+def test_a_tokenizer_that_is_broken_is_not_taken_for_none(
+    place: Path, tmp_path: Path, command: str, name: str, text: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = shutil.copytree(place / "target", tmp_path / "target")
+    if text is None:
+        (target / name).unlink()
+    else:
+        (target / name).write_text(text)
+    words = {
+        "train": ("--config", str(place / "settings.yaml"), "--target.model", str(target), "--run.out", "nowhere"),
+        "prepare": (
+            str(place / "data.jsonl"),
+            "--target",
+            str(target),
+            "--out",
+            str(tmp_path / "out"),
+            "--device",
+            "cpu",
+        ),
+    }[command]
+    assert call(command, *words) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"fxsafe dflash {command}: the tokenizer of {target} cannot be loaded: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_without_a_tokenizer_has_none_and_not_an_empty_one(place: Path, tmp_path: Path) -> None:
+    target = shutil.copytree(place / "target", tmp_path / "target")
+    for file in target.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
+    assert load_tokenizer(str(target)) is None
+    assert len(load_tokenizer(str(place / "target"))) == 35
 
 
 def test_a_drafter_of_another_target_is_refused(
@@ -222,8 +323,6 @@ def test_only_public_names_of_fxsafe_are_used() -> None:
 
 @pytest.mark.parametrize("name", ["dflash_qwen3_8b.yaml", "dflash_one_gpu.yaml"])
 def test_the_examples_are_settings(name: str) -> None:
-    from fxsafe.dflash import cli
-
     path = Path(__file__).parents[2] / "examples" / name
     options = cli._parser().parse_args(["train", "--config", str(path)])
     read = cli._settings(options["train"])

@@ -390,3 +390,28 @@ def test_answers_go_on_where_the_first_line_was_cut_off(target: Target, tmp_path
     out.write_text('{"i')
     assert prepare(target, tokens.tokenizer(), Table([{"messages": TURNS}], "made"), out, new_tokens=5) == 1
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [0]
+
+
+def test_answers_end_with_the_targets_positions_and_it_is_said(tmp_path: Path) -> None:
+    tokenizer = tokens.tokenizer()
+    rows = Table([{"messages": TURNS[:2]}, {"messages": [{"role": "user", "content": "a" * 40}, TURNS[1]]}], "made")
+    before = len(tokenizer("<|user|>hi<|end|>\n<|assistant|>", add_special_tokens=False)["input_ids"])
+    target = Target(tiny.target_model("qwen3", eos_token_id=None, max_position_embeddings=before + 3))
+    longest: list[int] = []
+    plain = target.forward
+
+    def forward(ids: torch.Tensor, taps: Any, cache: Any = None, **words: Any) -> Any:
+        longest.append(ids.shape[1] + (cache.get_seq_length() if cache is not None else 0))
+        return plain(ids, taps, cache, **words)
+
+    target.forward = forward  # type: ignore[method-assign]
+    said: list[str] = []
+    out = tmp_path / "out.jsonl"
+    assert prepare(target, tokenizer, rows, out, new_tokens=50, say=said.append) == 1
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == [0]
+    assert said == [
+        f"made, row 0: an answer is cut off after 3 tokens, where the target's {before + 3} positions end "
+        f"({before} are taken by what stands before it)",
+        f"made, row 1: left out from where it has 44 tokens, as the target has {before + 3} positions",
+    ]
+    assert max(longest) <= before + 3
