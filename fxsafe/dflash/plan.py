@@ -94,6 +94,14 @@ def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: i
         f"work     {amount(target_cost)}FLOP target and {amount(drafter)}FLOP drafter for a sequence of "
         f"{length} tokens: one target thread keeps {1 / share:.2f} drafter threads busy on equal devices; "
         f"here it has {len(settings.drafter.devices) / len(settings.target.devices):.2f}",
+        *(
+            ()
+            if config.input_embedding_scale == 1.0
+            else (
+                f"warning  embeddings are scaled by {config.input_embedding_scale:.4g}, as the target does; z-lab's "
+                "package reads that from the export, and SGLang 0.5.23 and vLLM 0.33.0 do not: they would draft badly",
+            )
+        ),
         f"steps    {steps} of {sequences} sequences, from {'a stream' if rows is None else f'{rows} rows'}",
     )
     return Plan(

@@ -411,6 +411,15 @@ def test_the_plan_counts_what_is_there(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_plan_warns_of_what_engines_do_not_read_in_an_export(tmp_path: Path) -> None:
+    warned = [
+        [line for line in trainer(tmp_path, Target(tiny.target_model(family))).plan.lines if "warning" in line]
+        for family in ("qwen3", "gemma")
+    ]
+    assert warned[0] == []
+    assert "embeddings are scaled by 5.657" in warned[1][0]
+
+
 def test_curves_are_drawn_from_what_was_written(tmp_path: Path) -> None:
     with pytest.raises(DFlashError, match="cannot be read"):
         plot(tmp_path)
