@@ -11,6 +11,7 @@ from fxsafe.dflash.errors import CheckpointError, SettingsError
 __all__ = ["FULL", "SLIDING", "DrafterConfig", "default_layer_ids"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_ROPE = ("rope_parameters", "rope_scaling")
 
 
 def default_layer_ids(target_layers: int, drafter_layers: int) -> tuple[int, ...]:
@@ -183,6 +184,9 @@ class DrafterConfig:
         Raises:
             CheckpointError: the file describes something else, or a drafter with parts that are not supported here.
         """
+        for part, kind in (("architectures", list), *((s, dict) for s in ("dflash_config", *_ROPE))):
+            if document.get(part) is not None and not isinstance(document[part], kind):
+                raise CheckpointError(f"config.json: {part} is {document[part]!r}, which is no {kind.__name__}")
         name = (document.get("architectures") or ["no architecture"])[0]
         if name != "DFlashDraftModel":
             raise CheckpointError(f"this is a {name}; only DFlashDraftModel can be read")
@@ -201,8 +205,8 @@ class DrafterConfig:
         if dflash.get("projector_type"):
             raise CheckpointError(f"projector_type {dflash['projector_type']!r} is not supported")
         try:
-            layers = int(document["num_hidden_layers"])
-            hidden, heads = int(document["hidden_size"]), int(document["num_attention_heads"])
+            layers, hidden = _size(document, "num_hidden_layers"), _size(document, "hidden_size")
+            heads = _size(document, "num_attention_heads")
             targets = int(document.get("num_target_layers", dflash.get("num_target_layers", 0)))
             taps = dflash.get("target_layer_ids", document.get("target_layer_ids"))
             mask = dflash.get("mask_token_id", document.get("mask_token_id"))
@@ -214,17 +218,17 @@ class DrafterConfig:
                 hidden_size=hidden,
                 num_hidden_layers=layers,
                 num_attention_heads=heads,
-                num_key_value_heads=int(document.get("num_key_value_heads") or heads),
-                head_dim=int(document.get("head_dim") or hidden // heads),
-                intermediate_size=int(document["intermediate_size"]),
-                vocab_size=int(document["vocab_size"]),
+                num_key_value_heads=_size(document, "num_key_value_heads", heads),
+                head_dim=_size(document, "head_dim", hidden // heads),
+                intermediate_size=_size(document, "intermediate_size"),
+                vocab_size=_size(document, "vocab_size"),
                 num_target_layers=targets,
                 target_layer_ids=tuple(taps) if taps is not None else default_layer_ids(targets, layers),
                 mask_token_id=int(mask),
                 block_size=int(dflash.get("block_size", document.get("block_size", 16))),
                 rms_norm_eps=float(document.get("rms_norm_eps", 1e-6)),
                 rope_theta=float(rope.get("rope_theta", document.get("rope_theta", 10000.0))),
-                max_position_embeddings=int(document.get("max_position_embeddings", 40960)),
+                max_position_embeddings=_size(document, "max_position_embeddings", 40960),
                 layer_types=tuple(document.get("layer_types") or ()),
                 sliding_window=document.get("sliding_window"),
                 is_causal=None if causal is None else bool(causal),
@@ -235,7 +239,15 @@ class DrafterConfig:
                 bos_token_id=document.get("bos_token_id"),
                 eos_token_id=document.get("eos_token_id"),
             )
-        except KeyError as error:
-            raise CheckpointError(f"config.json has no {error.args[0]}") from error
         except (SettingsError, TypeError, ValueError) as error:
             raise CheckpointError(f"config.json: {error}") from error
+
+
+def _size(document: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = document.get(name)
+    if value is None and default is None:
+        raise CheckpointError(f"config.json has no {name}")
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"config.json: {name} is {value!r} and should be a number of at least 1")
+    return value

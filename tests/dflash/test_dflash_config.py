@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tiny
 
@@ -91,3 +93,22 @@ def test_foreign_configs_are_refused(change: dict[str, object], message: str) ->
 def test_settings_without_a_meaning_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         tiny.config(**change)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hidden_size", "wide", "hidden_size is 'wide' and should be a number"),
+        ("hidden_size", None, "has no hidden_size"),
+        ("num_key_value_heads", [2], r"num_key_value_heads is \[2\]"),
+        ("num_attention_heads", 0, "num_attention_heads is 0 and should be a number of at least 1"),
+        ("rope_theta", "far", "far"),
+        ("dflash_config", [1], r"dflash_config is \[1\], which is no dict"),
+        ("rope_parameters", "default", "rope_parameters is 'default', which is no dict"),
+        ("architectures", "DFlashDraftModel", "architectures is 'DFlashDraftModel', which is no list"),
+    ],
+)
+def test_a_config_with_something_else_in_a_place_is_refused(name: str, value: Any, message: str) -> None:
+    document = tiny.config().to_json() | {"rope_parameters": None, name: value}
+    with pytest.raises(CheckpointError, match=message):
+        DrafterConfig.from_json(document)
