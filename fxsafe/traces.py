@@ -66,6 +66,9 @@ class _State:
         self.changer = 0  # ident of the thread that changes something, while one does
         self.trace_code: CodeType | None = None  # the body of Tracer.trace itself
         self.held: set[int] = set()  # idents of the threads that wait for the change to end
+        # Flags of the calling thread that are True inside a trace, as functions that get and set them. Here, and not a
+        # wrap of Tracer.trace each: what stands on the stack of a trace is read again for each node that make_fx makes.
+        self.flags: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
 
 
 state = _State()
@@ -224,7 +227,11 @@ def refuse_inside_change(what: str) -> None:
         )
 
 
-def _enter() -> None:
+def _enter(flags: list[tuple[Callable[[Any], None], Any]]) -> None:
+    """
+    Args:
+        flags: gets what sets each flag and what it was, in time for ``_leave``.
+    """
     me = get_ident()
     with lock:
         if state.changing:
@@ -232,6 +239,9 @@ def _enter() -> None:
         state.depth[me] = depth = state.depth.get(me, 0) + 1
         state.total += 1
         state.most_at_once = max(state.most_at_once, len(state.depth))
+        for get, set_flag in state.flags:
+            flags.append((set_flag, get()))
+            set_flag(True)
     if events.listeners:
         events.tell("begin", "trace", depth - 1)
 
@@ -279,10 +289,12 @@ def _who_changes() -> list[int]:
     return [state.changer] if state.changing else []
 
 
-def _leave(depth: int) -> None:
-    """Put the calling thread's depth back to what it was before ``_enter``; may be repeated."""
+def _leave(depth: int, flags: Iterable[tuple[Callable[[Any], None], Any]]) -> None:
+    """Put the calling thread's depth and flags back to what they were before ``_enter``; may be repeated."""
     me = get_ident()
     with lock:
+        for set_flag, before in flags:
+            set_flag(before)
         if depth:
             state.depth[me] = depth
         else:
@@ -306,13 +318,13 @@ def trace_function(module: ModuleType) -> tuple[FunctionType, CodeType]:
     return function, code
 
 
-# Tracer.trace -> the function that its registered body calls. One for ever: a thread that is on its way into the
-# register while an installation goes and another comes must find what has come.
+# Tracer.trace -> the function that its registered body calls, with torch's own body. One for ever: a thread that is on
+# its way into the register while an installation goes and another comes must find what has come.
 _inner: weakref.WeakKeyDictionary[FunctionType, FunctionType] = weakref.WeakKeyDictionary()
 
 
 def registered_body(module: ModuleType) -> FunctionType:
-    """The function that ``Tracer.trace`` calls once it is in the register: what a patch of tracing wraps.
+    """The function that ``Tracer.trace`` calls once it is in the register, for a patch that changes torch's body.
 
     While a trace is in the register nothing changes, so what this function is then it is to the end of the trace.
 
@@ -335,20 +347,19 @@ class _Register:
         self.leave = _leave
 
 
-# No function below the body: everything that stands on the stack of a trace is read again for each node that make_fx
-# makes.
 def _registered(self: Any, root: Any, concrete_args: Any = None) -> Any:
     """The body that ``Tracer.trace`` gets."""
     register: Any = "<replacement>"
     depth = register.depth()
+    flags: list[Any] = []
     try:
-        register.enter()
+        register.enter(flags)
         return register.trace(self, root, concrete_args)
     finally:
         try:
-            register.leave(depth)
+            register.leave(depth, flags)
         except BaseException:
-            register.leave(depth)  # Ctrl-C on the way: nobody else would
+            register.leave(depth, flags)  # Ctrl-C on the way: nobody else would
             raise
 
 

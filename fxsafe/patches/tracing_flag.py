@@ -21,11 +21,11 @@ import sys
 import threading
 from _thread import get_ident
 from collections.abc import Mapping
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fxsafe.dynamo import frame_hider
-from fxsafe.edits import CodeSwap, CodeWrap, Edit, ModuleProperties, code_with_constants, one_of_equals
+from fxsafe.edits import CodeSwap, Edit, ModuleProperties, code_with_constants, one_of_equals
 from fxsafe.observe import events
 from fxsafe.patches.base import NotNeeded, Patch, Plan, ShapeError
 from fxsafe.shapes import Shape, own_function, require, shape_of
@@ -132,26 +132,24 @@ def set_flag(value: Any) -> None:
         _global.settle()
 
 
-# torch's predicates again, in the three bodies that they have had, with the thread's flag behind the global.
+# torch's predicates again, in the three bodies that they have had, with the thread's flag behind the global. While
+# nobody traces they execute what torch's own do: no placeholder is bound first.
 
 
 def _tracing_2_5() -> Any:
-    somebody: Any = "<somebody>"
-    return somebody.flag.tracing or somebody.avoided() if _is_fx_tracing_flag else False
+    return _is_fx_tracing_flag and ("<somebody>".flag.tracing or "<somebody>".avoided())  # type: ignore[attr-defined]
 
 
 def _tracing_2_9() -> Any:
-    somebody: Any = "<somebody>"
     is_fx_tracing_warning()
-    return somebody.flag.tracing if _is_fx_tracing_flag else False
+    return _is_fx_tracing_flag and "<somebody>".flag.tracing  # type: ignore[attr-defined]
 
 
 def _symbolic_tracing_2_9() -> Any:
-    somebody: Any = "<somebody>"
     return (
-        (somebody.flag.tracing or somebody.avoided(torch.compiler.is_compiling())) and not torch.compiler.is_compiling()
-        if _is_fx_tracing_flag
-        else False
+        _is_fx_tracing_flag
+        and ("<somebody>".flag.tracing or "<somebody>".avoided(torch.compiler.is_compiling()))  # type: ignore[attr-defined]
+        and not torch.compiler.is_compiling()
     )
 
 
@@ -181,51 +179,36 @@ def _predicate_edits(module: ModuleType) -> list[Edit]:
     return edits
 
 
-class _Flagged:
-    """What the body of ``_flagged`` works with."""
-
-    def __init__(self, trace: FunctionType) -> None:
-        self.trace = trace
-        self.flag = flag
-        self.set_flag = set_flag
-        self.threads = _global.threads
-        self.get_ident = get_ident
-        self.settle = _global.settle
-
-
-def _flagged(self: Any, root: Any, concrete_args: Any = None) -> Any:
-    """The body that ``Tracer.trace`` gets, below the register of traces."""
-    parts: Any = "<replacement>"
-    previous = parts.flag.tracing
-    try:
-        parts.set_flag(True)
-        return parts.trace(self, root, concrete_args)
-    finally:
-        # Not by a call: Ctrl-C may come in front of a function's first line.
-        parts.flag.tracing = previous
-        if not previous:
-            parts.threads.discard(parts.get_ident())
-        parts.settle()
-
-
-def _with_scratch(body: CodeType) -> CodeType:
+class _Body:
     """The body of ``Tracer.trace`` with another global for the one that says whether any thread traces."""
-    return body.replace(co_names=tuple(_SCRATCH if name == _NAME else name for name in body.co_names))
+
+    target = f"{FX}.Tracer.trace"
+
+    def __init__(self, module: ModuleType) -> None:
+        """
+        Raises:
+            ShapeError: it sets other globals than the flag.
+        """
+        _, self._known = trace_function(module)
+        if shape_of(self._known).writes != {_NAME}:
+            raise ShapeError(f"{self.target} has an unknown shape: {shape_of(self._known)}")
+        names = tuple(_SCRATCH if name == _NAME else name for name in self._known.co_names)
+        self._changed = one_of_equals(self._known.replace(co_names=names))
+        self._function = registered_body(module)
+
+    def apply(self) -> None:
+        if self._function.__code__ is self._known:  # and not what somebody else has put there meanwhile
+            self._function.__code__ = self._changed
+        state.flags.append(_WHILE_TRACING)
+
+    def undo(self) -> bool:
+        state.flags[:] = [flags for flags in state.flags if flags is not _WHILE_TRACING]
+        if self._function.__code__ is self._changed:
+            self._function.__code__ = self._known
+        return True
 
 
-def _trace_edit(module: ModuleType) -> Edit:
-    _, body = trace_function(module)
-    hide = frame_hider()
-    if shape_of(body).writes != {_NAME}:
-        raise ShapeError(f"{FX}.Tracer.trace has an unknown shape: {shape_of(body)}")
-
-    def wrap(original: FunctionType) -> _Flagged:
-        hide(set_flag, _Somebody.avoided, _Global.settle)
-        if original.__code__ is body:
-            original.__code__ = one_of_equals(_with_scratch(body))
-        return _Flagged(original)
-
-    return CodeWrap(f"{FX}.Tracer.trace", registered_body(module), _flagged, wrap)  # type: ignore[arg-type]
+_WHILE_TRACING = (lambda: flag.tracing), set_flag
 
 
 def is_fixed_upstream(module: ModuleType) -> bool:
@@ -239,12 +222,13 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
         return NotNeeded(f"torch keeps the flag per thread since 2.14.0 ({UPSTREAM})")
     if _NAME not in vars(module):
         raise ShapeError(f"{FX}.{_NAME} does not exist")
+    frame_hider()(set_flag, _Somebody.avoided, _Global.settle, _WHILE_TRACING[0])
     flag_property = property(lambda self: flag.tracing, lambda self, value: set_flag(value))
     return Plan(
         [
             _global,
             *_predicate_edits(module),
-            _trace_edit(module),
+            _Body(module),
             ModuleProperties(f"{FX}.{_NAME}", module, {_NAME: flag_property}),
         ],
         counters=lambda: {"refusals_avoided": events.refusals.total},
