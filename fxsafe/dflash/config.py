@@ -8,9 +8,10 @@ from typing import Any
 
 from fxsafe.dflash.errors import CheckpointError, SettingsError
 
-__all__ = ["FULL", "SLIDING", "DrafterConfig", "default_layer_ids"]
+__all__ = ["FULL", "SLIDING", "DFlash2", "DrafterConfig", "default_layer_ids"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+PLAIN, SECOND = "DFlashDraftModel", "DFlash2DraftModel"
 _ROPE = ("rope_parameters", "rope_scaling")
 
 
@@ -38,12 +39,30 @@ def default_layer_ids(target_layers: int, drafter_layers: int) -> tuple[int, ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DFlash2:
+    """What DFlash 2 adds to a drafter, with the sizes of the published ones and their names in ``config.json``.
+
+    Attributes:
+        conv_kernel_size: taps of the convolutions around attention and MLP: a slot and those before it.
+        conv_group_size: channels that share a correction of the kernel.
+        selector_rank: columns of the selector's codebooks.
+        selector_top_k: candidates of each slot.
+    """
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class DrafterConfig:
     """Everything that determines a drafter's parameters and its forward.
 
     ``is_causal`` is about the slots of a block among themselves: None means causal in sliding layers only, which is
     how readers take a config that does not say it. ``input_embedding_scale``, ``output_multiplier`` and
-    ``final_logit_softcapping`` repeat what the target does to its embeddings and logits.
+    ``final_logit_softcapping`` repeat what the target does to its embeddings and logits. ``dflash2`` is None for plain
+    drafters.
 
     Raises:
         SettingsError: a combination that has no meaning.
@@ -72,6 +91,7 @@ class DrafterConfig:
     final_logit_softcapping: float | None = None
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    dflash2: DFlash2 | None = None
 
     def __post_init__(self) -> None:
         if not self.layer_types:
@@ -99,6 +119,7 @@ class DrafterConfig:
         ):
             if wrong:
                 raise SettingsError(message)
+        self._check_dflash2()
         for tap in self.target_layer_ids:
             if not 0 <= tap < self.num_target_layers:
                 raise SettingsError(
@@ -109,6 +130,27 @@ class DrafterConfig:
                     f"target layer {tap} is the last one; readers would take its output after the final norm. "
                     f"Tap layers up to {self.num_target_layers - 2}"
                 )
+
+    def _check_dflash2(self) -> None:
+        parts = self.dflash2
+        if parts is None:
+            return
+        for name, value in dataclasses.asdict(parts).items():
+            if value < 1:
+                raise SettingsError(f"{name} is {value} and has to be at least 1")
+        if parts.conv_kernel_size > self.block_size:
+            raise SettingsError(
+                f"conv_kernel_size {parts.conv_kernel_size} is more than the block size, {self.block_size}: a "
+                "convolution does not look beyond its block"
+            )
+        if self.hidden_size % parts.conv_group_size:
+            raise SettingsError(
+                f"conv_group_size {parts.conv_group_size} does not divide the hidden size, {self.hidden_size}"
+            )
+        if parts.selector_top_k > self.vocab_size:
+            raise SettingsError(
+                f"selector_top_k {parts.selector_top_k} is more than the tokens there are, {self.vocab_size}"
+            )
 
     def layer_is_causal(self, layer: int) -> bool:
         """Whether slots of a block see only earlier slots in this layer."""
@@ -140,8 +182,10 @@ class DrafterConfig:
             dflash |= {"use_swa": True, "swa_window_size": self.sliding_window}
             if self.is_causal is not None:
                 dflash["causal"] = self.is_causal
+        if self.dflash2 is not None:
+            dflash |= dataclasses.asdict(self.dflash2)
         document: dict[str, Any] = {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": [PLAIN if self.dflash2 is None else SECOND],
             "model_type": "qwen3",
             "block_size": self.block_size,
             "num_target_layers": self.num_target_layers,
@@ -188,8 +232,8 @@ class DrafterConfig:
             if document.get(part) is not None and not isinstance(document[part], kind):
                 raise CheckpointError(f"config.json: {part} is {document[part]!r}, which is no {kind.__name__}")
         name = (document.get("architectures") or ["no architecture"])[0]
-        if name != "DFlashDraftModel":
-            raise CheckpointError(f"this is a {name}; only DFlashDraftModel can be read")
+        if name not in (PLAIN, SECOND):
+            raise CheckpointError(f"this is a {name}; only {PLAIN} and {SECOND} can be read")
         dflash = document.get("dflash_config") or {}
         rope = document.get("rope_parameters") or {}
         scaling = document.get("rope_scaling") or {}
@@ -238,9 +282,16 @@ class DrafterConfig:
                 final_logit_softcapping=float(softcap) if softcap else None,
                 bos_token_id=document.get("bos_token_id"),
                 eos_token_id=document.get("eos_token_id"),
+                dflash2=_dflash2(dflash, document) if name == SECOND else None,
             )
         except (SettingsError, TypeError, ValueError) as error:
             raise CheckpointError(f"config.json: {error}") from error
+
+
+def _dflash2(dflash: Mapping[str, Any], document: Mapping[str, Any]) -> DFlash2:
+    """Readers look into ``dflash_config`` first and beside it then, and have no defaults."""
+    names = [field.name for field in dataclasses.fields(DFlash2)]
+    return DFlash2(**{name: _size(dflash if name in dflash else document, name) for name in names})
 
 
 def _size(document: Mapping[str, Any], name: str, default: int | None = None) -> int:

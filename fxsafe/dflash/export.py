@@ -14,15 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fxsafe.dflash.config import DrafterConfig
+from fxsafe.dflash.config import PLAIN, SECOND, DrafterConfig
 from fxsafe.dflash.errors import CheckpointError
 from fxsafe.dflash.model import Drafter
 
 __all__ = ["export_drafter", "load_drafter", "load_into", "refuse_other_than_drafter", "tensor_shapes"]
 
+_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+"""without ``.weight``: z-lab's package puts it there itself"""
+
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a drafter's tensors: 3 and 11 for each layer."""
+    """Names and shapes of a drafter's tensors: 3 and 11 for each layer; DFlash 2 has 3 and 4 for each layer more."""
     hidden, d = config.hidden_size, config.head_dim
     heads, groups, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     out: dict[str, tuple[int, ...]] = {
@@ -47,6 +50,14 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
                 ("mlp.down_proj", (hidden, inner)),
             )
         }
+    if (parts := config.dflash2) is not None:
+        kernels = 2 * parts.conv_kernel_size * (hidden // parts.conv_group_size)
+        for i in range(config.num_hidden_layers):
+            for name in ("attention_conv", "mlp_conv"):
+                out[f"layers.{i}.{name}.base_kernel"] = (2, parts.conv_kernel_size, hidden)
+                out[f"layers.{i}.{name}.kernel_projection.weight"] = (kernels, hidden)
+        out |= dict.fromkeys(_CODEBOOKS, (config.vocab_size, parts.selector_rank))
+        out["candidate_selector.hidden_projection.weight"] = (parts.selector_rank, hidden)
     return out
 
 
@@ -99,7 +110,7 @@ def refuse_other_than_drafter(directory: str | os.PathLike[str]) -> None:
 
 
 def load_drafter(directory: str | os.PathLike[str]) -> tuple[DrafterConfig, dict[str, Tensor]]:
-    """Read a drafter, of one file or several, with or without the prefix ``model.``.
+    """Read a drafter, of one file or several, with or without the prefix ``model.``, plain or DFlash 2.
 
     Returns:
         The config and the tensors on the CPU in the dtype of the file.
@@ -118,7 +129,7 @@ def load_drafter(directory: str | os.PathLike[str]) -> tuple[DrafterConfig, dict
     state: dict[str, Tensor] = {}
     try:
         for file in _files(path):
-            state |= {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+            state |= {_name(name): tensor for name, tensor in load_file(file).items()}
     except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"the tensors of {path} cannot be read: {error}") from error
     _check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, config, str(path))
@@ -142,13 +153,20 @@ def _replaceable(path: Path) -> bool:
         document = json.loads((path / "config.json").read_text())
     except (OSError, ValueError):
         return False
-    return isinstance(document, dict) and document.get("architectures") == ["DFlashDraftModel"]
+    return isinstance(document, dict) and document.get("architectures") in ([PLAIN], [SECOND])
 
 
 def _beside(path: Path) -> str:
     """What a directory holds beside an export, as words."""
     names = {p.name for p in path.iterdir()} - {"config.json", "model.safetensors"} if path.is_dir() else ()
     return f" ({sorted(names)[0]})" if names else ""
+
+
+def _name(name: str) -> str:
+    """The layout's name of a tensor; trainers that hold codebooks as embeddings write ``.weight`` behind theirs."""
+    name = name.removeprefix("model.")
+    short = name.removesuffix(".weight")
+    return short if short in _CODEBOOKS else name
 
 
 def _files(path: Path) -> list[Path]:

@@ -54,6 +54,7 @@ class Head:
         return (
             self.embedding_VH.shape[1] == config.hidden_size
             and config.mask_token_id < self.embedding_VH.shape[0]
+            and (config.dflash2 is None or config.vocab_size >= self.output_VH.shape[0])  # codebooks have its rows
             and self.input_scale == config.input_embedding_scale
             and self.multiplier == config.output_multiplier
             and self.softcap == config.final_logit_softcapping

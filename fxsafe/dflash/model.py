@@ -13,8 +13,12 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from fxsafe.dflash.config import DrafterConfig
+from fxsafe.dflash.convolution import DynamicConvolution
+from fxsafe.dflash.selector import CandidateSelector
 
-__all__ = ["ContextKV", "Drafter", "parameter_count"]
+__all__ = ["ContextKV", "Drafter", "is_dflash2", "parameter_count"]
+
+_DFLASH2 = {"attention_conv", "mlp_conv", "candidate_selector"}
 
 ContextKV = tuple[Tensor, Tensor]
 """Keys and values of a context, [B, G, S, D] each, after norm and rotary embedding."""
@@ -105,17 +109,39 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_conv = _convolution(config)
+        self.mlp_conv = _convolution(config)
 
     def forward(
         self, x_BQH: Tensor, context: ContextKV, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
     ) -> Tensor:
-        x_BQH = x_BQH + self.self_attn(self.input_layernorm(x_BQH), context, cos, sin, mask)
-        y: Tensor = x_BQH + self.mlp(self.post_attention_layernorm(x_BQH))
-        return y
+        y: Tensor = self.input_layernorm(x_BQH)
+        if self.attention_conv is None:
+            x_BQH = x_BQH + self.self_attn(y, context, cos, sin, mask)
+        else:
+            y, delta = self.attention_conv.before(y)
+            x_BQH = x_BQH + self.attention_conv.behind(self.self_attn(y, context, cos, sin, mask), delta)
+        y = self.post_attention_layernorm(x_BQH)
+        if self.mlp_conv is None:
+            out: Tensor = x_BQH + self.mlp(y)
+        else:
+            y, delta = self.mlp_conv.before(y)
+            out = x_BQH + self.mlp_conv.behind(self.mlp(y), delta)
+        return out
+
+
+def _convolution(config: DrafterConfig) -> DynamicConvolution | None:
+    if config.dflash2 is None:
+        return None
+    parts = config.dflash2
+    return DynamicConvolution(config.hidden_size, parts.conv_kernel_size, parts.conv_group_size, config.block_size)
 
 
 class Drafter(nn.Module):
-    """The trainable part; embedding and head are the target's and stay outside."""
+    """The trainable part; embedding and head are the target's and stay outside.
+
+    ``candidate_selector`` is None in a plain drafter. No forward here uses it: it stands behind the head.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -124,15 +150,31 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.candidate_selector: CandidateSelector | None = None
+        if (parts := config.dflash2) is not None:
+            self.candidate_selector = CandidateSelector(
+                config.vocab_size, config.hidden_size, parts.selector_rank, parts.selector_top_k
+            )
 
     def initialize(self, generator: torch.Generator) -> None:
-        """Draw the weights afresh: normal with ``initializer_range``, norms 1. The numbers depend on nothing else."""
+        """Draw the weights afresh: normal with ``initializer_range``, norms 1. The numbers depend on nothing else.
+
+        The parts of DFlash 2 come last and change nothing yet, so that a drafter computes what the plain one of the
+        same generator does.
+        """
         with torch.no_grad():
-            for parameter in self.parameters():
+            for name, parameter in self.named_parameters():
+                if is_dflash2(name):
+                    continue
                 if parameter.dim() == 1:
                     parameter.fill_(1.0)
                 else:
                     parameter.normal_(0.0, self.config.initializer_range, generator=generator)
+        for module in self.modules():
+            if isinstance(module, DynamicConvolution):
+                module.initialize()
+        if self.candidate_selector is not None:
+            self.candidate_selector.initialize(self.config.initializer_range, generator)
 
     def context(self, feats_BSF: Tensor, position_BS: Tensor) -> list[ContextKV]:
         """Keys and values of the context for each layer.
@@ -186,4 +228,14 @@ def parameter_count(config: DrafterConfig) -> int:
     hidden, d = config.hidden_size, config.head_dim
     attention = 2 * hidden * d * (config.num_attention_heads + config.num_key_value_heads) + 2 * d
     layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
-    return config.num_hidden_layers * layer + len(config.target_layer_ids) * hidden * hidden + 2 * hidden
+    plain = config.num_hidden_layers * layer + len(config.target_layer_ids) * hidden * hidden + 2 * hidden
+    if (parts := config.dflash2) is None:
+        return plain
+    convolution = 2 * parts.conv_kernel_size * hidden * (1 + hidden // parts.conv_group_size)
+    selector = parts.selector_rank * (2 * config.vocab_size + hidden)
+    return plain + 2 * config.num_hidden_layers * convolution + selector
+
+
+def is_dflash2(name: str) -> bool:
+    """Whether a tensor of this name belongs to what DFlash 2 adds."""
+    return any(part in _DFLASH2 for part in name.split("."))

@@ -78,8 +78,8 @@ class Master:
         # A copy also where nothing is to be converted: the replica's tensors are its own.
         self.weights = [t.detach().to(device, torch.float32, copy=True) for t in state.values()]
         groups = [
-            {"params": [w for w in self.weights if w.dim() > 1], "weight_decay": settings.weight_decay},
-            {"params": [w for w in self.weights if w.dim() <= 1], "weight_decay": 0.0},
+            {"params": [w for w in self.weights if w.dim() == 2], "weight_decay": settings.weight_decay},
+            {"params": [w for w in self.weights if w.dim() != 2], "weight_decay": 0.0},
         ]
         # Unfused on a GPU it would make temporaries of the size of all weights.
         fused = device.type == "cuda"

@@ -74,7 +74,9 @@ class DraftSession:
         self._length = 0
 
     def propose(self, feats_1LF: Tensor, token: int) -> list[int]:
-        """The likeliest tokens of a block behind ``token``, whose position is that behind all features so far.
+        """The tokens of a block behind ``token``, whose position is that behind all features so far.
+
+        The likeliest of each slot by itself, or with a selector the path that it takes through them.
 
         Args:
             feats_1LF: features of the positions since the last call.
@@ -98,7 +100,10 @@ class DraftSession:
             ids[0, 0] = token
             at = self._length + torch.arange(self._config.block_size, device=device)
             hidden = self._drafter.blocks(self._head.embed(ids), at[None], self._context, self._masks(at))
-            said: list[int] = self._head.logits(hidden[0, 1:]).argmax(-1).tolist()
+            logits = self._head.logits(hidden[0, 1:])
+            if self._drafter.candidate_selector is not None:
+                return self._drafter.candidate_selector.walk(hidden[0, 1:], logits, token)
+            said: list[int] = logits.argmax(-1).tolist()
             return said
 
     def _masks(self, at_K: Tensor) -> list[Tensor | None]:

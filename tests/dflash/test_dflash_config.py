@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import tiny
 
-from fxsafe.dflash.config import DrafterConfig, default_layer_ids
+from fxsafe.dflash.config import DFlash2, DrafterConfig, default_layer_ids
 from fxsafe.dflash.errors import CheckpointError, SettingsError
 
 
@@ -33,7 +33,7 @@ def test_a_target_of_few_layers_needs_named_ones() -> None:
         default_layer_ids(3, 2)
 
 
-@pytest.mark.parametrize("shape", [tiny.config(), tiny.sliding(), tiny.sliding(causal=None)], ids=str)
+@pytest.mark.parametrize("shape", [tiny.config(), tiny.sliding(), tiny.sliding(causal=None), tiny.second()], ids=str)
 def test_json_and_back(shape: DrafterConfig) -> None:
     assert DrafterConfig.from_json(shape.to_json()) == shape
 
@@ -88,6 +88,10 @@ def test_foreign_configs_are_refused(change: dict[str, object], message: str) ->
         ({"block_size": 1}, "block_size"),
         ({"num_key_value_heads": 3}, "no multiple"),
         ({"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 2}, "sliding_window"),
+        ({"dflash2": DFlash2(conv_group_size=5)}, "conv_group_size 5 does not divide the hidden size, 32"),
+        ({"dflash2": DFlash2(conv_kernel_size=5)}, "conv_kernel_size 5 is more than the block size, 4"),
+        ({"dflash2": DFlash2(selector_top_k=65)}, "selector_top_k 65 is more than the tokens there are, 64"),
+        ({"dflash2": DFlash2(selector_rank=0)}, "selector_rank is 0 and has to be at least 1"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(change: dict[str, object], message: str) -> None:
@@ -112,3 +116,22 @@ def test_a_config_with_something_else_in_a_place_is_refused(name: str, value: An
     document = tiny.config().to_json() | {"rope_parameters": None, name: value}
     with pytest.raises(CheckpointError, match=message):
         DrafterConfig.from_json(document)
+
+
+def test_a_plain_drafter_says_nothing_of_dflash2() -> None:
+    document = tiny.config().to_json()
+    assert document["architectures"] == ["DFlashDraftModel"]
+    assert not [name for part in (document, document["dflash_config"]) for name in part if name[:4] in ("conv", "sele")]
+    assert tiny.second().to_json()["architectures"] == ["DFlash2DraftModel"]
+
+
+def test_the_sizes_of_dflash2_are_read_where_readers_look() -> None:
+    document = tiny.second().to_json()
+    rank = document["dflash_config"].pop("selector_rank")
+    with pytest.raises(CheckpointError, match=r"config\.json has no selector_rank"):
+        DrafterConfig.from_json(document)
+    assert DrafterConfig.from_json(document | {"selector_rank": rank}) == tiny.second()
+    with pytest.raises(CheckpointError, match="conv_group_size 7 does not divide"):
+        DrafterConfig.from_json(
+            document | {"selector_rank": rank, "dflash_config": document["dflash_config"] | {"conv_group_size": 7}}
+        )

@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fxsafe.dflash import export
+from fxsafe.dflash.config import DFlash2
 from fxsafe.dflash.errors import CheckpointError
 from fxsafe.dflash.export import export_drafter, load_drafter, tensor_shapes
 from fxsafe.dflash.masks import dense_masks
 from fxsafe.dflash.model import Drafter
+from fxsafe.dflash.sessions import DraftSession
 
 
 def test_an_export_has_the_layout_and_nothing_else(tmp_path: Path) -> None:
@@ -143,3 +145,94 @@ def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
             export_drafter(state, shape, name)
     assert export_drafter(state, shape, "a/../b") == Path("a/../b")
     assert sorted(p.name for p in Path("b").iterdir()) == ["config.json", "model.safetensors"]
+
+
+SECOND = {
+    "full": tiny.second(),
+    "sliding": tiny.second(layer_types=("full_attention", "sliding_attention"), sliding_window=6),
+    "causal": tiny.second(is_causal=True),
+    "three taps": tiny.config(dflash2=DFlash2(conv_kernel_size=3, conv_group_size=4, selector_rank=3)),
+}
+
+
+def weighty(shape: export.DrafterConfig) -> Drafter:
+    """A drafter whose selector often has another opinion than the logits; in numbers that an export keeps."""
+    model = tiny.drafter(shape)
+    assert model.candidate_selector is not None
+    with torch.no_grad():
+        for name, parameter in model.candidate_selector.named_parameters():
+            parameter.mul_(10 if "codebook" in name else 1)
+    return model.bfloat16().float()
+
+
+@pytest.mark.parametrize("shape", SECOND.values(), ids=SECOND)
+@pytest.mark.filterwarnings("ignore")  # transformers deprecates what the package calls
+def test_the_package_dflash_drafts_the_same_with_dflash2(shape: export.DrafterConfig, tmp_path: Path) -> None:
+    dflash_model = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
+    model = weighty(shape)
+    assert all(parameter.any() for parameter in model.parameters())
+    out = export_drafter(model.state_dict(), shape, tmp_path / "out")
+    theirs, report = dflash_model.DFlash2DraftModel.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values()), "no tensor is missing, left over, or of another shape"
+    theirs.eval()
+    anchors = [1, 3, 11, 20]
+    ids, feats, blocks = tiny.inputs(shape, anchors)
+    head = tiny.head()
+    output = torch.nn.Linear(32, tiny.VOCAB, bias=False)
+    assert model.candidate_selector is not None
+    differs = 0
+    with torch.no_grad():
+        output.weight.copy_(head.output_VH)
+        ours = model(
+            feats,
+            head.embed(blocks.ids_BNK.flatten(1)),
+            blocks.positions_BNK.flatten(1),
+            dense_masks(shape, blocks.anchors_BN, blocks.keep_BN, ids.shape[1]),
+        ).view(2, 4, 4, -1)
+        for j, anchor in enumerate(anchors):
+            reference = theirs(
+                position_ids=torch.arange(anchor + 4).expand(2, -1),
+                noise_embedding=head.embed(blocks.ids_BNK[:, j]),
+                target_hidden=feats[:, :anchor],
+            )
+            torch.testing.assert_close(ours[:, j], reference, atol=2e-5, rtol=1e-5)
+            logits = head.logits(ours[:, j, 1:])
+            torch.testing.assert_close(logits, theirs.compute_logits(reference[:, 1:], output), atol=2e-4, rtol=1e-4)
+            paths, candidates, _ = theirs.propose(reference[:, 1:], ids[:, anchor], output, 0.0)
+            top_k = model.candidate_selector.top_k
+            assert torch.equal(logits.topk(top_k).indices.sort().values, candidates.sort().values)
+            for b in range(2):
+                session = DraftSession(model, head)
+                path = session.propose(feats[b : b + 1, :anchor], int(ids[b, anchor]))
+                assert path == paths[b].tolist()
+                differs += path != logits[b].argmax(-1).tolist()
+    assert differs, "the selector has a say"
+
+
+def test_the_codebooks_have_the_names_that_readers_look_for(tmp_path: Path) -> None:
+    shape = tiny.second()
+    state = tiny.drafter(shape).state_dict()
+    tensors = load_file(export_drafter(state, shape, tmp_path / "out") / "model.safetensors")
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == tensor_shapes(shape)
+    assert {name for name in tensors if "candidate_selector" in name} == {
+        "candidate_selector.predecessor_codebook",
+        "candidate_selector.successor_codebook",
+        "candidate_selector.hidden_projection.weight",
+    }
+    # As trainers write them that hold embeddings.
+    renamed = {f"{name}.weight" if name.endswith("codebook") else name: tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "out" / "model.safetensors")
+    again, read = load_drafter(tmp_path / "out")
+    assert again == shape
+    assert read.keys() == tensors.keys()
+    export_drafter(state, shape, tmp_path / "out")  # an older export is replaced
+
+
+def test_a_drafter_that_lacks_what_its_config_says_is_refused(tmp_path: Path) -> None:
+    shape = tiny.second()
+    state = dict(tiny.drafter(shape).state_dict())
+    del state["layers.1.mlp_conv.base_kernel"]
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, the first being layers\.1\.mlp_conv\.base_kernel"):
+        export_drafter(state, shape, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="tensors too many, the first being candidate_selector"):
+        export_drafter(tiny.drafter(shape).state_dict(), tiny.config(), tmp_path / "out")

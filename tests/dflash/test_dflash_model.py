@@ -15,6 +15,7 @@ SHAPES = {
     "full, causal": tiny.config(is_causal=True),
     "sliding": tiny.sliding(),
     "sliding, causal": tiny.sliding(causal=None),
+    "DFlash 2": tiny.second(),
 }
 
 
@@ -59,10 +60,10 @@ def inference(
 
 
 def test_tensors_are_those_of_the_layout() -> None:
-    shape = tiny.config(num_hidden_layers=3)
-    state = Drafter(shape).state_dict()
-    assert {name: tuple(t.shape) for name, t in state.items()} == tensor_shapes(shape)
-    assert len(state) == 3 + 11 * 3
+    for shape, count in ((tiny.config(num_hidden_layers=3), 3 + 11 * 3), (tiny.second(), 6 + 15 * 2)):
+        state = Drafter(shape).state_dict()
+        assert {name: tuple(t.shape) for name, t in state.items()} == tensor_shapes(shape)
+        assert len(state) == count
 
 
 def test_parameters_are_counted_without_the_model() -> None:

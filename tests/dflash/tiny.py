@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from fxsafe.dflash.anchors import make_blocks
-from fxsafe.dflash.config import SLIDING, DrafterConfig
+from fxsafe.dflash.config import SLIDING, DFlash2, DrafterConfig
 from fxsafe.dflash.head import Head
 from fxsafe.dflash.model import Drafter
 
@@ -34,6 +34,11 @@ def config(**changes: Any) -> DrafterConfig:
 
 def sliding(window: int = 6, causal: bool | None = False) -> DrafterConfig:
     return config(layer_types=("full_attention", SLIDING), sliding_window=window, is_causal=causal)
+
+
+def second(**changes: Any) -> DrafterConfig:
+    """Of DFlash 2."""
+    return config(dflash2=DFlash2(conv_group_size=8, selector_rank=6, selector_top_k=5), **changes)
 
 
 def drafter(shape: DrafterConfig, seed: int = 0, std: float = 0.2) -> Drafter:
