@@ -32,6 +32,10 @@ def drafter_flops(config: DrafterConfig, length: int, anchors: int, rows: int) -
         # The mean anchor stands in the middle.
         seen = min(length / 2, config.layer_window(i) or length) + config.block_size
         forward += 2 * length * hidden * 2 * groups + 2 * slots * layer + 4 * slots * seen * heads
+    if (parts := config.dflash2) is not None:
+        kernels = 2 * parts.conv_kernel_size * (hidden // parts.conv_group_size)
+        forward += 2 * slots * hidden * 2 * kernels * config.num_hidden_layers
+        forward += 2 * slots * parts.selector_rank * (hidden + parts.selector_top_k)
     return 3 * forward + 2 * 2 * slots * hidden * rows
 
 

@@ -130,8 +130,12 @@ _SHOWN = (
     ("loss", "loss {:.3f}"),
     ("accuracy", "acc {:.3f}"),
     ("accept_length", "accept {:.2f}"),
+    ("base_accept_length", "without selector {:.2f}"),
+    ("selector_loss", "selector loss {:.3f}"),
+    ("candidate_recall", "recall {:.1%}"),
     ("val_loss", "val loss {:.3f}"),
     ("val_accept_length", "val accept {:.2f}"),
+    ("val_base_accept_length", "val without selector {:.2f}"),
     ("lr", "lr {:.2e}"),
     ("grad_norm", "norm {:.2f}"),
     ("tokens_per_second", "{:.0f} tok/s"),
@@ -191,8 +195,8 @@ def plot(directory: Path) -> Path:
         {n for row in rows for n in row if n.startswith("accuracy_")}, key=lambda n: int(n.removeprefix("accuracy_"))
     )
     panels = (
-        ("loss", ("loss", "val_loss")),
-        ("simulated acceptance length", ("accept_length", "val_accept_length")),
+        ("loss", ("loss", "val_loss", "selector_loss")),
+        ("simulated acceptance length", ("accept_length", "val_accept_length", "base_accept_length")),
         ("accuracy by position", tuple(positions)),
         ("tokens per second", ("tokens_per_second",)),
     )

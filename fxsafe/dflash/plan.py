@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fxsafe.dflash.config import DrafterConfig
+from fxsafe.dflash.config import DFlash2, DrafterConfig
 from fxsafe.dflash.flops import drafter_flops, target_flops
 from fxsafe.dflash.model import parameter_count
 from fxsafe.dflash.settings import Settings, dtype_of
@@ -49,6 +49,16 @@ def size_of(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
 
 
+def _dflash2_lines(parts: DFlash2 | None, parameters: int) -> tuple[str, ...]:
+    if parts is None:
+        return ()
+    return (
+        f"DFlash 2 {amount(parameters)} parameters of these; convolutions of {parts.conv_kernel_size} taps, with a "
+        f"correction for {parts.conv_group_size} channels; selector of rank {parts.selector_rank} among "
+        f"{parts.selector_top_k} tokens",
+    )
+
+
 def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: int | None, steps: int) -> Plan:
     """Compute the plan.
 
@@ -61,6 +71,7 @@ def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: i
     """
     size = dtype_of(settings.drafter.dtype).itemsize
     parameters = parameter_count(config)
+    plain = parameter_count(dataclasses.replace(config, dflash2=None))
     target_parameters = sum(p.numel() for p in target.model.parameters())
     tied = target.head.embedding_VH.data_ptr() == target.head.output_VH.data_ptr()
     tables = target.rows * target.hidden_size * (1 if tied else 2) * size
@@ -72,9 +83,20 @@ def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: i
     inner = (
         8 * hidden + 3 * config.intermediate_size + 2 * (config.num_attention_heads + 1) * config.head_dim
     ) * config.num_hidden_layers
+    chunk_slots = min(settings.loss.chunk_blocks, batch * settings.drafter.anchors) * config.block_size
+    chunk = chunk_slots * target.rows * 4 * 3
+    second = 0
+    if (parts := config.dflash2) is not None:
+        # Each of the four convolutions of a layer keeps what goes in and comes out, and its corrections.
+        kernels = 4 * parts.conv_kernel_size * (hidden // parts.conv_group_size)
+        inner += (8 * hidden + kernels) * config.num_hidden_layers
+        # The candidates' share of the logits' gradient; the gradient of a codebook in fp32 and one chunk's share of it;
+        # the candidates' rows; the gates of all slots.
+        second = chunk_slots * target.rows * 4 + config.vocab_size * parts.selector_rank * (4 + size)
+        second += chunk_slots * parts.selector_top_k * parts.selector_rank * (size + 4)
+        second += batch * slots * 3 * parts.selector_rank * size
     features = batch * length * len(config.target_layer_ids) * hidden * size
-    chunk = min(settings.loss.chunk_blocks, batch * settings.drafter.anchors) * config.block_size * target.rows
-    activations = batch * slots * inner * size + features + chunk * 4 * 3
+    activations = batch * slots * inner * size + features + chunk + second
     drafter = drafter_flops(config, length, settings.drafter.anchors, target.rows)
     target_cost = target_flops(target.text_config, max(config.target_layer_ids) + 1, length)
     sequences = settings.data.batch_size * settings.data.micro_batches
@@ -89,6 +111,7 @@ def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: i
         f"tapped {', '.join(map(str, config.target_layer_ids))}",
         f"drafter  {amount(parameters)} parameters, {config.num_hidden_layers} layers, "
         f"{settings.drafter.anchors} blocks of {config.block_size} in each sequence, mask token {config.mask_token_id}",
+        *_dflash2_lines(config.dflash2, parameters - plain),
         f"devices  targets {', '.join(settings.target.devices)}; drafters {', '.join(settings.drafter.devices)}",
         f"memory   {memory}",
         f"work     {amount(target_cost)}FLOP target and {amount(drafter)}FLOP drafter for a sequence of "

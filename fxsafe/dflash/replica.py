@@ -14,7 +14,7 @@ from fxsafe.dflash.batches import Features
 from fxsafe.dflash.compiling import compile_here
 from fxsafe.dflash.config import DrafterConfig
 from fxsafe.dflash.head import Head
-from fxsafe.dflash.losses import ChunkLoss, LossSettings, chunk_loss, objective
+from fxsafe.dflash.losses import ChunkLoss, LossSettings, candidate_loss, chunk_loss, objective
 from fxsafe.dflash.masks import block_masks, dense_masks
 from fxsafe.dflash.model import Drafter
 
@@ -68,9 +68,9 @@ class Replica:
         self.sums: list[Tensor] = []
         self.tally: Tensor | None = None
         self._forward: Callable[..., Tensor] = self.drafter
-        self._chunk: ChunkLoss = chunk_loss
+        self._chunk: ChunkLoss = chunk_loss if config.dflash2 is None else candidate_loss
         if settings.compile:
-            forward, chunk = self.drafter.forward, chunk_loss
+            forward, chunk = self.drafter.forward, self._chunk
             if around is not None:
                 forward, chunk = around(forward), around(chunk)
             self._forward = compile_here(forward, backend=settings.backend)
@@ -141,4 +141,5 @@ class Replica:
             last_BSH = features.last_BSH.to(device, self.settings.dtype)
             teacher = last_BSH.gather(1, at[..., None].expand(-1, -1, last_BSH.shape[-1]))
             teacher = teacher.view(*blocks.positions_BNK.shape, -1)
-        return objective(hidden_BQH, blocks, self.head, self.loss, teacher, self._chunk)
+        selector = self.drafter.candidate_selector
+        return objective(hidden_BQH, blocks, self.head, self.loss, teacher, self._chunk, selector)

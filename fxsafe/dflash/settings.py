@@ -72,7 +72,14 @@ class DrafterSettings:
         intermediate_size: of the MLP.
         sliding_layers: the first so many layers see a window of the context only.
         sliding_window: tokens of that window.
-        warm_start: directory of a drafter in z-lab's layout to start from; all sizes are taken from it.
+        version: 1 for plain DFlash, 2 for DFlash 2: convolutions around the sublayers, and a selector of the path
+            through each slot's likeliest tokens; null takes that of warm_start, and 1 without.
+        conv_kernel_size: of DFlash 2, taps of the convolutions: a slot and those before it.
+        conv_group_size: of DFlash 2, channels that share a correction of the kernel; divides the hidden size.
+        selector_rank: of DFlash 2, columns of the selector's codebooks, which have a row for each token.
+        selector_top_k: of DFlash 2, candidates of each slot.
+        warm_start: directory of a drafter in z-lab's layout to start from; all sizes are taken from it, but those of
+            DFlash 2 if it is a plain one and version is 2: these parts are new then, and change nothing at first.
         devices: one drafter thread for each; "auto" as for the target.
         dtype: of weights and activations; master weights are fp32 always.
         compile: compile each drafter in its own thread.
@@ -91,6 +98,11 @@ class DrafterSettings:
     intermediate_size: int | None = None
     sliding_layers: int = 0
     sliding_window: int = 2048
+    version: Literal[1, 2] | None = None
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
     warm_start: str | None = None
     devices: Names = ("auto",)
     dtype: Dtype = "bfloat16"
@@ -213,6 +225,10 @@ class Settings:
             ("data.max_length", data.max_length - 1),
             ("drafter.anchors", drafter.anchors),
             ("drafter.layers", drafter.layers),
+            ("drafter.conv_kernel_size", drafter.conv_kernel_size),
+            ("drafter.conv_group_size", drafter.conv_group_size),
+            ("drafter.selector_rank", drafter.selector_rank),
+            ("drafter.selector_top_k", drafter.selector_top_k),
             ("loss.chunk_blocks", self.loss.chunk_blocks),
             ("run.log_every", self.run.log_every),
             ("run.save_every", self.run.save_every),
@@ -229,6 +245,8 @@ class Settings:
             ("drafter.sliding_layers", drafter.sliding_layers >= 0, "at least 0"),
             ("loss.gamma", loss.gamma is None or loss.gamma > 0, "above 0"),
             ("loss.alpha", 0 <= loss.alpha <= 1, "from 0 to 1"),
+            ("loss.selector_weight", 0 <= loss.selector_weight < math.inf, "at least 0"),
+            ("drafter.version", drafter.version in (None, 1, 2), "1 or 2"),
             ("optim.lr", 0 <= optim.lr < math.inf, "at least 0"),
             ("optim.min_lr", 0 <= optim.min_lr < math.inf, "at least 0"),
             ("optim.warmup", 0 <= optim.warmup <= 1, "a share of the steps, from 0 to 1"),

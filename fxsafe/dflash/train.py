@@ -23,19 +23,19 @@ import fxsafe
 from fxsafe.dflash import chat, checkpoint
 from fxsafe.dflash.batches import MicroBatch, seed_for
 from fxsafe.dflash.compiling import promise_recompile_limit
-from fxsafe.dflash.config import FULL, SLIDING, DrafterConfig
+from fxsafe.dflash.config import FULL, SLIDING, DFlash2, DrafterConfig
 from fxsafe.dflash.engine import Engine, StepReport, WorkerError, advice
 from fxsafe.dflash.errors import CheckpointError, DataError, SettingsError
 from fxsafe.dflash.export import export_drafter, load_drafter, load_into, refuse_other_than_drafter
 from fxsafe.dflash.flops import drafter_flops, peak_flops, target_flops
 from fxsafe.dflash.journal import Journal, plot, read_metrics
-from fxsafe.dflash.losses import Tally
+from fxsafe.dflash.losses import LossSettings, Tally
 from fxsafe.dflash.optim import Master, learning_rate
 from fxsafe.dflash.plan import Plan, make_plan
 from fxsafe.dflash.processes import Processes, alone, joined
 from fxsafe.dflash.replica import Replica, ReplicaSettings
 from fxsafe.dflash.rows import Rows, Stream, Table, open_rows, open_stream, split_rows
-from fxsafe.dflash.settings import Settings, devices_of, dtype_of
+from fxsafe.dflash.settings import DrafterSettings, Settings, devices_of, dtype_of
 from fxsafe.dflash.stream import Examples, micro_batches
 from fxsafe.dflash.target import Target, load_target, load_tokenizer
 
@@ -107,6 +107,7 @@ class Trainer:
             )
         self.warm: dict[str, Tensor] | None = None
         self.config = self._drafter_config()
+        self._refuse_parts_of_dflash2()
         self._positions = self.target.positions
         if self._positions and data.max_length > self._positions:
             raise SettingsError(f"data.max_length is {data.max_length}, and the target has {self._positions} positions")
@@ -324,8 +325,20 @@ class Trainer:
 
     def _drafter_config(self) -> DrafterConfig:
         wish = self.settings.drafter
+        parts = DFlash2(**{field.name: getattr(wish, field.name) for field in dataclasses.fields(DFlash2)})
         if wish.warm_start:
             config, self.warm = load_drafter(wish.warm_start)
+            if wish.version == 1 and config.dflash2 is not None:
+                raise SettingsError(
+                    f"drafter.version is 1 and {wish.warm_start} is a DFlash 2 drafter, which does not do without its "
+                    "convolutions; leave drafter.version out, or start from a plain one"
+                )
+            if wish.version == 2 and config.dflash2 is None:
+                config = dataclasses.replace(config, dflash2=parts)
+                self._say(
+                    f"{wish.warm_start} is a plain DFlash drafter: the convolutions and the selector of DFlash 2 are "
+                    "new, and change nothing at first"
+                )
             if not self.target.head.fits(config) or config.num_target_layers != self.target.layer_count:
                 raise CheckpointError(f"{wish.warm_start} is no drafter for this target: sizes or scales differ")
             return config
@@ -347,7 +360,19 @@ class Trainer:
             intermediate_size=wish.intermediate_size,
             layer_types=(SLIDING,) * sliding + (FULL,) * (wish.layers - sliding),
             sliding_window=wish.sliding_window if sliding else None,
+            dflash2=parts if wish.version == 2 else None,
         )
+
+    def _refuse_parts_of_dflash2(self) -> None:
+        """See that nothing is asked for that the drafter does not have."""
+        if self.config.dflash2 is not None:
+            return
+        drafter, loss = self.settings.drafter, self.settings.loss
+        names = [field.name for field in dataclasses.fields(DFlash2)]
+        asked = [f"drafter.{name}" for name in names if getattr(drafter, name) != getattr(DrafterSettings(), name)]
+        asked += ["loss.selector_weight"] if loss.selector_weight != LossSettings().selector_weight else []
+        if asked:
+            raise SettingsError(f"{asked[0]} belongs to DFlash 2 and the drafter is a plain one; say drafter.version 2")
 
     def _replicas(self) -> list[Replica]:
         wish = self.settings.drafter
@@ -363,7 +388,8 @@ class Trainer:
         drafter = Drafter(self.config)
         drafter.initialize(torch.Generator().manual_seed(seed_for(self.settings.run.seed, "weights")))
         if self.warm is not None:
-            load_into(drafter, self.warm)
+            # A plain drafter has no tensors for what is new: those stay as they were drawn.
+            load_into(drafter, drafter.state_dict() | self.warm)
         return drafter.state_dict()
 
     def _examples(self, rows: Rows | Stream, purpose: str, name: str, *, shuffle: bool = True) -> Examples:
@@ -439,11 +465,7 @@ class Trainer:
 
     def _numbers(self, reports: list[StepReport], lr: float) -> dict[str, Any]:
         """The record of some steps: means over all of their slots."""
-        tallies = [dataclasses.astuple(r.tally) for r in reports]
-        total = Tally(
-            *(sum(t[i] for t in tallies) for i in range(4)),
-            *(tuple(map(sum, zip(*(t[i] for t in tallies), strict=True))) for i in range(4, 7)),
-        )
+        total = Tally.total(r.tally for r in reports)
         seconds = sum(r.seconds for r in reports)
         tokens = sum(r.tokens for r in reports)
         numbers: dict[str, Any] = total.metrics()

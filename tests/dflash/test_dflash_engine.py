@@ -17,6 +17,7 @@ import fxsafe
 from fxsafe.dflash.batches import Example, Features, MicroBatch, collate, seed_for
 from fxsafe.dflash.channels import Channel, Closed
 from fxsafe.dflash.compiling import RECOMPILE_LIMIT, promise_recompile_limit, recompile_limit_here
+from fxsafe.dflash.config import DrafterConfig
 from fxsafe.dflash.engine import Engine, StepReport, WorkerError
 from fxsafe.dflash.errors import NotFiniteError
 from fxsafe.dflash.losses import LossSettings
@@ -52,8 +53,9 @@ class Run:
         source: Iterator[MicroBatch] | None = None,
         target: Any = None,
         optim: OptimSettings = OPTIM,
+        config: DrafterConfig | None = None,
     ) -> None:
-        config = tiny.config()
+        config = config or tiny.config()
         self.target = target or Target(tiny.target_model("qwen3"))
         loss = loss or LossSettings(chunk_blocks=5)
         self.replicas = [Replica(config, self.target.head, CPU, settings, loss) for _ in range(drafters)]
