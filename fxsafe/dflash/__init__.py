@@ -8,12 +8,13 @@ It needs the extra ``fxsafe[dflash]``; nothing in fxsafe's core imports it.
 
 Shape suffixes of tensor names, for all modules here:
 
-==  =====================================  ==  =========================================
+==  =====================================  ==  ===========================================
 B   sequences of a micro-batch             H   hidden size (the target's and the drafter's)
 S   context positions                      F   features: tapped layers times H
 N   blocks, one for each anchor            V   vocabulary rows
 K   slots of a block (the block size)      A   query heads
 Q   N * K block slots in a row             G   key/value heads
 T   S + Q keys                             D   size of a head
-==  =====================================  ==  =========================================
+C   candidates of a slot (DFlash 2)        R   rank of the selector's codebooks (DFlash 2)
+==  =====================================  ==  ===========================================
 """

@@ -2,11 +2,13 @@
 
 It does the short-range work within a block, where attention had to, and is part of the drafter: the loss of its tokens
 trains it. Source: https://inco.ai/blog/dflash2/; names, shapes and order are those of z-lab's package, the start as the
-identity is that of NeMo Automodel. Shape suffixes: see the package, and
+identity is that of NeMo Automodel.
+
+Shape suffixes: see the package, and
 
 ==  =====================================  ==  =========================================
-E   taps (the kernel size): 2 published    C   groups of channels that share a correction
-2   before and behind a sublayer           1   channels of a group, or 1 for all of them
+E   taps (the kernel size): 2 published    P   groups of channels that share a correction
+2   before and behind a sublayer           W   channels of a group: 16 published
 ==  =====================================  ==  =========================================
 """
 
@@ -34,7 +36,7 @@ class DynamicConvolution(nn.Module):
 
     Attributes:
         base_kernel: [2, E, H], of both sides.
-        kernel_projection: H to 2 * E * C, in this order.
+        kernel_projection: H to 2 * E * P, in this order.
     """
 
     def __init__(self, hidden: int, taps: int, group: int, block: int) -> None:
@@ -52,23 +54,23 @@ class DynamicConvolution(nn.Module):
             self.kernel_projection.weight.zero_()
 
     def before(self, x_BQH: Tensor) -> tuple[Tensor, Tensor]:
-        """What goes into the sublayer [B, Q, H], and the corrections [B, Q, E, C] that :meth:`behind` needs."""
+        """What goes into the sublayer [B, Q, H], and the corrections [B, Q, E, P] that :meth:`behind` needs."""
         batch, slots, hidden = x_BQH.shape
-        delta_BQ2EC = self.kernel_projection(x_BQH).view(batch, slots, 2, self.taps, hidden // self.group)
-        return self._convolve(x_BQH, delta_BQ2EC[:, :, 0], 0), delta_BQ2EC[:, :, 1]
+        delta_BQ2EP = self.kernel_projection(x_BQH).view(batch, slots, 2, self.taps, hidden // self.group)
+        return self._convolve(x_BQH, delta_BQ2EP[:, :, 0], 0), delta_BQ2EP[:, :, 1]
 
-    def behind(self, x_BQH: Tensor, delta_BQEC: Tensor) -> Tensor:
+    def behind(self, x_BQH: Tensor, delta_BQEP: Tensor) -> Tensor:
         """The sublayer's output [B, Q, H], convolved."""
-        return self._convolve(x_BQH, delta_BQEC, 1)
+        return self._convolve(x_BQH, delta_BQEP, 1)
 
-    def _convolve(self, x_BQH: Tensor, delta_BQEC: Tensor, side: int) -> Tensor:
+    def _convolve(self, x_BQH: Tensor, delta_BQEP: Tensor, side: int) -> Tensor:
         batch, slots, hidden = x_BQH.shape
         groups = hidden // self.group
-        base_EC1 = self.base_kernel[side].view(self.taps, groups, self.group)
-        x_BNKC1 = x_BQH.reshape(batch, slots // self.block, self.block, groups, self.group)
-        delta_BNKEC1 = delta_BQEC.reshape(batch, slots // self.block, self.block, self.taps, groups, 1)
-        out_BNKC1 = x_BNKC1 * base_EC1[0] + x_BNKC1 * delta_BNKEC1[:, :, :, 0]
+        base_EPW = self.base_kernel[side].view(self.taps, groups, self.group)
+        x_BNKPW = x_BQH.reshape(batch, slots // self.block, self.block, groups, self.group)
+        delta_BNKEP1 = delta_BQEP.reshape(batch, slots // self.block, self.block, self.taps, groups, 1)
+        out_BNKPW = x_BNKPW * base_EPW[0] + x_BNKPW * delta_BNKEP1[:, :, :, 0]
         for e in range(1, self.taps):
-            past_BNKC1 = F.pad(x_BNKC1[:, :, :-e], (0, 0, 0, 0, e, 0))
-            out_BNKC1 = out_BNKC1 + past_BNKC1 * base_EC1[e] + past_BNKC1 * delta_BNKEC1[:, :, :, e]
-        return out_BNKC1.reshape(batch, slots, hidden)
+            past_BNKPW = F.pad(x_BNKPW[:, :, :-e], (0, 0, 0, 0, e, 0))
+            out_BNKPW = out_BNKPW + past_BNKPW * base_EPW[e] + past_BNKPW * delta_BNKEP1[:, :, :, e]
+        return out_BNKPW.reshape(batch, slots, hidden)

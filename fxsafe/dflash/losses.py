@@ -7,9 +7,9 @@ its second pass through the head.
 
 DFlash 2 has a second term: the cross entropy of its selector's scores over a slot's candidates, behind the true token
 of the slot before, where the slot's own true token is among them (https://inco.ai/blog/dflash2/). A slot has one weight
-for both terms, and both sums are divided by the sum of all weights, so that the loss of a batch does not depend on how
-it is split; a slot whose candidates lack the true token adds nothing to the second. (NeMo Automodel, whose masks and
-weights these are, divides the second term by the weights of its own slots.)
+for both terms, and the gradient of both goes on into the drafter, as in NeMo Automodel. Both sums are divided by the
+sum of all weights, so that the loss of a batch does not depend on how it is split; one that divides the second term by
+the weights of its own slots gives it more of a say, by the inverse of their share.
 """
 
 from __future__ import annotations

@@ -4,12 +4,6 @@ A drafter fills all slots at once, so that neighbours may not fit; the right tok
 slot all the same. The selector scores candidate ``b`` behind predecessor ``a`` with ``U(b) + <A[a] * (W h), B[b]>``,
 where ``U`` is the logit and ``h`` the slot's hidden state, and a walk from the anchor's token takes the best ones.
 Source: https://inco.ai/blog/dflash2/; names and shapes are those of z-lab's package.
-
-Shape suffixes: see the package, and
-
-==  =====================================  ==  =========================================
-C   candidates of a slot (top-k)           R   rank of the codebooks
-==  =====================================  ==  =========================================
 """
 
 from __future__ import annotations

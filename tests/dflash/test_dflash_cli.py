@@ -61,17 +61,20 @@ run: {{out: {root / "run"}, max_steps: 3, log_every: 1}}
     return root
 
 
+@pytest.mark.parametrize("version", ["1", "2"])
 def test_train_export_plot_and_eval_work_on_each_others_output(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str
 ) -> None:
     out = tmp_path / "run"
     words = ["train", "--config", str(place / "settings.yaml"), "--run.out", str(out), "--run.max_steps", "4"]
+    words += ["--drafter.version", version]
     assert call(*words, "--dry-run") == 0
     assert "drafter  " in capsys.readouterr().out
     assert not out.exists()
     assert call(*words) == 0
     said = capsys.readouterr().out
     assert "step 4/4" in said
+    assert ("selector loss" in said) == (version == "2")
     assert json.loads((out / "settings.json").read_text())["drafter"]["target_layer_ids"] == [0, 2]
     assert call("export", str(out), str(tmp_path / "again")) == 0
     for name in ("config.json", "model.safetensors"):
