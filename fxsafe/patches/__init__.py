@@ -15,6 +15,7 @@ from fxsafe.patches import (
     export_lock,
     export_reset,
     export_save,
+    fake_impl_context,
     graph_break_setting,
     guard_override,
     guard_scope,
@@ -49,6 +50,7 @@ CATALOGUE: tuple[Patch, ...] = (
     compile_lock.PATCH,
     compiling_flags.PATCH,  # after tracing_flag: it looks whether that one is there
     lazy_graph_module.PATCH,
+    fake_impl_context.PATCH,
     dispatch_mode.PATCH,
     jvp_level.PATCH,
     metrics_context.PATCH,
