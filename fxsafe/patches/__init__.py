@@ -29,7 +29,6 @@ from fxsafe.patches import (
     sympy_singletons,
     traceback_meta,
     tracing_flag,
-    user_objects,
 )
 from fxsafe.patches.base import Fix, Patch
 
@@ -65,5 +64,4 @@ CATALOGUE: tuple[Patch, ...] = (
     export_reset.PATCH,
     stance.PATCH,
     graph_break_setting.PATCH,
-    user_objects.PATCH,
 )
