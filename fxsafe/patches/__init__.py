@@ -6,6 +6,7 @@ from fxsafe.patches import (
     checkpoint_flag,
     compile_lock,
     compiling_flags,
+    config_blocks,
     device_guard,
     dispatch_cache,
     dispatch_mode,
@@ -64,4 +65,5 @@ CATALOGUE: tuple[Patch, ...] = (
     export_reset.PATCH,
     stance.PATCH,
     graph_break_setting.PATCH,
+    config_blocks.PATCH,
 )
