@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from fxsafe.observe import threads
@@ -19,6 +20,7 @@ __all__ = ["WAIT_S", "under_compile_lock"]
 # The holder may itself wait for this thread: a backend that exports on a pool and joins it, a lock of the user's taken
 # in the other order. Beyond this the thread goes on as it would without fxsafe, which may fail but cannot hang.
 WAIT_S = 60.0
+_COMPILERS = ("torch/_dynamo/", "torch/_inductor/")
 
 
 class _GivenUp(threading.local):
@@ -32,22 +34,24 @@ _log = logging.getLogger("fxsafe")
 
 
 @contextmanager
-def under_compile_lock(what: str) -> Iterator[bool]:
+def under_compile_lock(what: str, steps: int = 1) -> Iterator[bool]:
     """Holds Dynamo's compile lock, if Dynamo is loaded; other threads compile nothing meanwhile.
 
     Args:
         what: what is done under it, for the log.
+        steps: how many times ``WAIT_S`` seconds are waited at most, as long as the holder gets on meanwhile.
 
     Yields:
-        Whether the lock is held. False after ``WAIT_S`` seconds, which the log says, and where there is no lock.
+        Whether the lock is held. False when the wait was in vain, which the log says, and where there is no lock.
     """
     lock: Any = vars(sys.modules.get(CONVERT_FRAME, threading)).get("compile_lock")
     held = lock is not None and lock.acquire(False)
     if lock is not None and not held and time.monotonic() >= _given_up.until:
-        held = lock.acquire(True, WAIT_S)
+        began = time.monotonic()
+        held = _wait(lock, steps)
         if not held:
             _given_up.until = time.monotonic() + WAIT_S
-            _report(what)
+            _report(what, time.monotonic() - began)
     try:
         yield held
     finally:
@@ -55,17 +59,35 @@ def under_compile_lock(what: str) -> Iterator[bool]:
             lock.release()
 
 
-def _report(what: str) -> None:
+def _wait(lock: Any, steps: int) -> bool:
+    place = _place(lock)
+    for _ in range(steps):
+        if lock.acquire(True, WAIT_S):
+            return True
+        before, place = place, _place(lock)
+        if place == before:
+            break
+    return False
+
+
+def _place(lock: Any) -> tuple[CodeType, int] | None:
+    """Where the thread that holds the lock is; None if nobody knows which one that is."""
+    frame = sys._current_frames().get(getattr(lock, "_holder", None) or 0)
+    return None if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def _report(what: str, waited_s: float) -> None:
     stacks = [
         f"{threads.name(ident)} at\n{threads.stack(ident)}"
         for ident, frame in sys._current_frames().items()
         if ident != threading.get_ident()
-        and any("torch/_dynamo/" in f.f_code.co_filename for f, _ in traceback.walk_stack(frame))
+        and any(part in f.f_code.co_filename for f, _ in traceback.walk_stack(frame) for part in _COMPILERS)
     ]
     _log.warning(
-        "%s waited %g s for Dynamo's compile lock before %s and goes on without it. Threads inside Dynamo:\n%s",
+        "%s waited %.3g s for Dynamo's compile lock before %s and goes on without it. "
+        "Threads inside Dynamo or Inductor:\n%s",
         threads.name(threading.get_ident()),
-        WAIT_S,
+        waited_s,
         what,
         "\n".join(stacks) or "(none)",
     )
