@@ -23,7 +23,7 @@ from fxsafe.patches import _locked, inductor_lock
 
 X = torch.arange(6.0).reshape(2, 3)
 NAMES = ("compile_fx", "compile_fx_aot", "compile_fx_inner")
-PATCHES = ("inductor-lock", "standalone-compile-lock")
+PATCHES = ("inductor-lock", "standalone-lock")
 STANDALONE = hasattr(torch._inductor, "standalone_compile")
 PACKAGE = RELEASE >= (2, 6)  # before, it takes the arguments once more
 BOTH = ((), PATCHES)

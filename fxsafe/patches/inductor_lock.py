@@ -185,7 +185,7 @@ PATCH = Patch(
 )
 
 STANDALONE_PATCH = Patch(
-    name="standalone-compile-lock",
+    name="standalone-lock",
     summary="torch._inductor.standalone_compile takes Dynamo's compile lock (2.8 and later)",
     upstream=(),
     modules=("torch", FX, STANDALONE),
