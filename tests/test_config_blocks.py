@@ -1,4 +1,4 @@
-"""Blocks that change torch's settings, in several threads and in one."""
+"""Blocks that change torch's settings, in several threads and in one; collected up to torch 2.11 (conftest.py)."""
 
 from __future__ import annotations
 
