@@ -7,15 +7,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from fxsafe.edits import CodeWrap
 from fxsafe.observe import threads
+from fxsafe.shapes import ShapeError, own_function
 from fxsafe.traces import CONVERT_FRAME
 
-__all__ = ["WAIT_S", "under_compile_lock"]
+__all__ = ["WAIT_S", "under_compile_lock", "wrap_in_place"]
 
 # The holder may itself wait for this thread: a backend that exports on a pool and joins it, a lock of the user's taken
 # in the other order. Beyond this the thread goes on as it would without fxsafe, which may fail but cannot hang.
@@ -57,6 +59,24 @@ def under_compile_lock(what: str, steps: int = 1) -> Iterator[bool]:
     finally:
         if held:
             lock.release()
+
+
+def wrap_in_place(
+    owner: ModuleType, name: str, templates: Iterable[Callable[..., Any]], wrap: Callable[[FunctionType], object]
+) -> CodeWrap:
+    """A ``CodeWrap`` of a function with the first of the templates that takes its parameters.
+
+    Raises:
+        ShapeError: none does.
+    """
+    where = f"{owner.__name__}.{name}"
+    function = own_function(owner, name)
+    for template in templates:
+        try:
+            return CodeWrap(where, function, template, wrap)  # type: ignore[arg-type]
+        except ValueError:
+            continue
+    raise ShapeError(f"{where} takes other parameters than on every release so far")
 
 
 def _wait(lock: Any, steps: int) -> bool:

@@ -22,9 +22,9 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from fxsafe.dynamo import frame_hider
-from fxsafe.edits import AttributeSwap, CodeWrap, Edit
-from fxsafe.patches._locked import under_compile_lock
-from fxsafe.patches.base import Patch, Plan, ShapeError
+from fxsafe.edits import AttributeSwap, Edit
+from fxsafe.patches._locked import under_compile_lock, wrap_in_place
+from fxsafe.patches.base import Patch, Plan
 from fxsafe.shapes import own_function
 from fxsafe.traces import FX
 
@@ -51,6 +51,9 @@ def _override_template_2_5(ops_to_preserve: Any, decomp_table: Any, safe: Any = 
     return replacement(ops_to_preserve, decomp_table, safe)
 
 
+_OVERRIDE_TEMPLATES = (_override_template, _override_template_2_6, _override_template_2_5)
+
+
 def _locked_generator(original: FunctionType) -> Any:
     def overridden(*args: Any) -> Iterator[Any]:
         with under_compile_lock("it replaces decompositions"):
@@ -72,20 +75,10 @@ def _locked_call(owner: ModuleType, name: str) -> Edit:
     return AttributeSwap(f"{owner.__name__}.{name}", owner, name, locked)
 
 
-def _override_edit(program: ModuleType) -> Edit:
-    where = f"{PROGRAM}.{_OVERRIDE}"
-    function = own_function(program, _OVERRIDE)
-    for template in (_override_template, _override_template_2_6, _override_template_2_5):
-        try:
-            return CodeWrap(where, function, template, _locked_generator)  # type: ignore[arg-type]
-        except ValueError:
-            continue
-    raise ShapeError(f"{where} takes other parameters than on every release so far")
-
-
 def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     frame_hider()(under_compile_lock.__wrapped__)  # type: ignore[attr-defined]
-    return Plan([_override_edit(modules[PROGRAM]), _locked_call(modules[TRACE], "_export_to_torch_ir")])
+    override = wrap_in_place(modules[PROGRAM], _OVERRIDE, _OVERRIDE_TEMPLATES, _locked_generator)
+    return Plan([override, _locked_call(modules[TRACE], "_export_to_torch_ir")])
 
 
 def _aot_plan(modules: Mapping[str, ModuleType]) -> Plan:

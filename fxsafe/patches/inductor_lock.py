@@ -22,10 +22,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from fxsafe.dynamo import frame_hider
-from fxsafe.edits import CodeWrap, Edit
-from fxsafe.patches._locked import under_compile_lock
-from fxsafe.patches.base import Patch, Plan, ShapeError
-from fxsafe.shapes import own_function
+from fxsafe.patches._locked import under_compile_lock, wrap_in_place
+from fxsafe.patches.base import Patch, Plan
 from fxsafe.traces import FX
 
 __all__ = ["PATCH", "STANDALONE_PATCH"]
@@ -154,22 +152,11 @@ def _locked(original: FunctionType) -> Any:
     return locked
 
 
-def _edit(owner: ModuleType, name: str) -> Edit:
-    # In place: others hold these by name, and one is the default of another's parameter.
-    where = f"{owner.__name__}.{name}"
-    function = own_function(owner, name)
-    for template in _TEMPLATES[name]:
-        try:
-            return CodeWrap(where, function, template, _locked)  # type: ignore[arg-type]
-        except ValueError:
-            continue
-    raise ShapeError(f"{where} takes other parameters than on every release so far")
-
-
 def _plan_of(module: str, *names: str) -> Callable[[Mapping[str, ModuleType]], Plan]:
     def plan(modules: Mapping[str, ModuleType]) -> Plan:
         frame_hider()(under_compile_lock.__wrapped__)  # type: ignore[attr-defined]
-        return Plan([_edit(modules[module], name) for name in names])
+        # In place: others hold these by name, and one is the default of another's parameter.
+        return Plan([wrap_in_place(modules[module], name, _TEMPLATES[name], _locked) for name in names])
 
     return plan
 
