@@ -12,7 +12,6 @@ from fxsafe.dflash import export
 from fxsafe.dflash.config import DFlash2
 from fxsafe.dflash.errors import CheckpointError
 from fxsafe.dflash.export import export_drafter, load_drafter, tensor_shapes
-from fxsafe.dflash.masks import dense_masks
 from fxsafe.dflash.model import Drafter
 from fxsafe.dflash.sessions import DraftSession
 
@@ -41,15 +40,10 @@ def test_the_package_dflash_computes_the_same(shape: export.DrafterConfig, tmp_p
     assert theirs.target_layer_ids == list(shape.target_layer_ids)
     assert (theirs.block_size, theirs.mask_token_id) == (shape.block_size, shape.mask_token_id)
     anchors = [1, 3, 11, 23]
-    ids, feats, blocks = tiny.inputs(shape, anchors)
+    _, feats, blocks = tiny.inputs(shape, anchors)
     head = tiny.head()
     with torch.no_grad():
-        ours = model(
-            feats,
-            head.embed(blocks.ids_BNK.flatten(1)),
-            blocks.positions_BNK.flatten(1),
-            dense_masks(shape, blocks.anchors_BN, blocks.keep_BN, ids.shape[1]),
-        ).view(2, 4, 4, -1)
+        ours = tiny.hidden_states(model, feats, blocks, head)
         for j, anchor in enumerate(anchors):
             reference = theirs(
                 position_ids=torch.arange(anchor + 4).expand(2, -1),
@@ -183,12 +177,7 @@ def test_the_package_dflash_drafts_the_same_with_dflash2(shape: export.DrafterCo
     differs = 0
     with torch.no_grad():
         output.weight.copy_(head.output_VH)
-        ours = model(
-            feats,
-            head.embed(blocks.ids_BNK.flatten(1)),
-            blocks.positions_BNK.flatten(1),
-            dense_masks(shape, blocks.anchors_BN, blocks.keep_BN, ids.shape[1]),
-        ).view(2, 4, 4, -1)
+        ours = tiny.hidden_states(model, feats, blocks, head)
         for j, anchor in enumerate(anchors):
             reference = theirs(
                 position_ids=torch.arange(anchor + 4).expand(2, -1),

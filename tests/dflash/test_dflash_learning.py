@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import tiny
@@ -11,8 +11,9 @@ import torch
 
 from fxsafe.dflash import demo
 from fxsafe.dflash.batches import Example, collate
+from fxsafe.dflash.config import DrafterConfig
 from fxsafe.dflash.demo import DemoSize, run_demo
-from fxsafe.dflash.engine import Engine
+from fxsafe.dflash.engine import Engine, StepReport
 from fxsafe.dflash.losses import LossSettings
 from fxsafe.dflash.optim import Master, OptimSettings
 from fxsafe.dflash.replica import Replica, ReplicaSettings
@@ -23,11 +24,21 @@ from fxsafe.dflash.train import Outcome, Trainer
 CPU = torch.device("cpu")
 
 
-def test_a_drafter_that_knows_its_texts_gains_in_decoding_what_training_measured() -> None:
-    """Catches leaks and shifts: with either, training looks as good and decoding gains nothing."""
+class Learnt(NamedTuple):
+    """A drafter that was trained on what a tiny target says."""
+
+    target: Target
+    config: DrafterConfig
+    prompts: list[list[int]]
+    replica: Replica
+    master: Master
+    reports: list[StepReport]
+
+
+def learn(**shape: Any) -> Learnt:
     target = Target(tiny.target_model("qwen3"))
     config = target.drafter_config(
-        layers=2, block_size=4, mask_token_id=63, taps=(0, 1, 2), intermediate_size=96, head_dim=16
+        layers=2, block_size=4, mask_token_id=63, taps=(0, 1, 2), intermediate_size=96, head_dim=16, **shape
     )
     generator = torch.Generator().manual_seed(4)
     prompts = torch.randint(3, 60, (8, 6), generator=generator).tolist()
@@ -40,9 +51,14 @@ def test_a_drafter_that_knows_its_texts_gains_in_decoding_what_training_measured
     replica.drafter.initialize(torch.Generator().manual_seed(0))
     master = Master(replica.drafter.state_dict(), OptimSettings(), CPU)
     with Engine([target], [replica], master, batches, per_step=1) as engine:
-        for step in range(200):
-            report = engine.step(5e-3 * min(1.0, (200 - step) / 100))
-    simulated = report.tally.metrics()
+        reports = [engine.step(5e-3 * min(1.0, (200 - step) / 100)) for step in range(200)]
+    return Learnt(target, config, prompts, replica, master, reports)
+
+
+def test_a_drafter_that_knows_its_texts_gains_in_decoding_what_training_measured() -> None:
+    """Catches leaks and shifts: with either, training looks as good and decoding gains nothing."""
+    target, _, prompts, replica, _, reports = learn()
+    simulated = reports[-1].tally.metrics()
     assert simulated["accuracy"] > 0.9
     real = evaluate(target, replica.drafter, target.head, prompts, new_tokens=25)
     assert real.equal == len(prompts)

@@ -6,7 +6,6 @@ import torch
 from torch.nn import functional as F
 
 from fxsafe.dflash.losses import LossSettings, Tally, candidate_loss, objective, path_loss
-from fxsafe.dflash.masks import dense_masks
 from fxsafe.dflash.selector import CandidateSelector
 
 
@@ -119,10 +118,9 @@ def test_the_simulated_acceptance_is_that_of_the_walk() -> None:
     shape = tiny.second()
     model, head = tiny.drafter(shape, std=0.05), tiny.head()
     _, feats, blocks = tiny.inputs(shape, [1, 3, 10, 11, 20])
-    masks = dense_masks(shape, blocks.anchors_BN, blocks.keep_BN, 24)
     assert model.candidate_selector is not None
     with torch.no_grad():
-        hidden = model(feats, head.embed(blocks.ids_BNK.flatten(1)), blocks.positions_BNK.flatten(1), masks)
+        hidden = tiny.hidden_states(model, feats, blocks, head).flatten(1, 2)
         hidden += 0.6 * head.output_VH[blocks.labels_BNK.flatten(1)]  # sometimes right, sometimes not
         _, vector = objective(hidden, blocks, head, LossSettings(), selector=model.candidate_selector)
         lengths = []

@@ -8,7 +8,6 @@ import tiny
 import torch
 
 from fxsafe.dflash.config import DrafterConfig
-from fxsafe.dflash.masks import dense_masks
 from fxsafe.dflash.sessions import DraftSession, TargetSession
 from fxsafe.dflash.speculate import decode, evaluate
 from fxsafe.dflash.target import Target
@@ -122,9 +121,8 @@ def test_a_stop_token_ends_the_text_also_inside_a_block() -> None:
 def test_a_session_proposes_what_training_would(shape: DrafterConfig) -> None:
     model, head = tiny.drafter(shape), tiny.head()
     ids, feats, blocks = tiny.inputs(shape, [3, 10, 11, 20], batch=1)
-    masks = dense_masks(shape, blocks.anchors_BN, blocks.keep_BN, 24)
     with torch.no_grad():
-        hidden = model(feats, head.embed(blocks.ids_BNK.flatten(1)), blocks.positions_BNK.flatten(1), masks)
+        hidden = tiny.hidden_states(model, feats, blocks, head)
     expected = head.logits(hidden).argmax(-1).view(4, 4)[:, 1:].tolist()
     session = DraftSession(model, head)
     starts = [0, 3, 10, 11, 20]

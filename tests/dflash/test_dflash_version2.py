@@ -13,12 +13,13 @@ import pytest
 import test_dflash_engine
 import tiny
 import torch
+from test_dflash_learning import learn
 from test_dflash_train import rows, settings, state_of
 
 import fxsafe
-from fxsafe.dflash.batches import Example, Features, collate
+from fxsafe.dflash.batches import Features
 from fxsafe.dflash.config import DFlash2
-from fxsafe.dflash.engine import Engine, StepReport
+from fxsafe.dflash.engine import StepReport
 from fxsafe.dflash.errors import CheckpointError, DFlashError, SettingsError
 from fxsafe.dflash.export import export_drafter, load_drafter
 from fxsafe.dflash.flops import drafter_flops
@@ -26,7 +27,6 @@ from fxsafe.dflash.journal import describe, read_metrics
 from fxsafe.dflash.losses import LossSettings
 from fxsafe.dflash.masks import dense_masks
 from fxsafe.dflash.model import Drafter, is_dflash2, parameter_count
-from fxsafe.dflash.optim import Master, OptimSettings
 from fxsafe.dflash.replica import Replica, ReplicaSettings
 from fxsafe.dflash.speculate import decode, evaluate
 from fxsafe.dflash.target import Target
@@ -118,23 +118,7 @@ def test_drafters_that_compile_in_their_threads_learn_the_same_and_compile_no_mo
 def test_a_drafter_that_knows_its_texts_gains_in_decoding_what_training_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = Target(tiny.target_model("qwen3"))
-    config = target.drafter_config(
-        layers=2, block_size=4, mask_token_id=63, taps=(0, 1, 2), intermediate_size=96, head_dim=16, dflash2=PARTS,
-        is_causal=True,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(4)
-    prompts = torch.randint(3, 60, (8, 6), generator=generator).tolist()
-    examples = []
-    for prompt in prompts:
-        text = [*prompt, *decode(target, prompt, new_tokens=25).tokens]
-        examples.append(Example(text, [i >= len(prompt) for i in range(len(text))]))
-    batches = (collate(examples, index=i, seed=0, anchors=10, bucket=32) for i in range(10**9))
-    replica = Replica(config, target.head, CPU, ReplicaSettings(compile=False), LossSettings())
-    replica.drafter.initialize(torch.Generator().manual_seed(0))
-    master = Master(replica.drafter.state_dict(), OptimSettings(), CPU)
-    with Engine([target], [replica], master, batches, per_step=1) as engine:
-        reports = [engine.step(5e-3 * min(1.0, (200 - step) / 100)) for step in range(200)]
+    target, config, prompts, replica, master, reports = learn(dflash2=PARTS, is_causal=True)
     first, simulated = reports[0].tally.metrics(), reports[-1].tally.metrics()
     assert simulated["loss"] < first["loss"] / 4
     assert simulated["selector_loss"] < first["selector_loss"] / 4

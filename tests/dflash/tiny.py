@@ -10,6 +10,7 @@ import transformers
 from fxsafe.dflash.anchors import make_blocks
 from fxsafe.dflash.config import SLIDING, DFlash2, DrafterConfig
 from fxsafe.dflash.head import Head
+from fxsafe.dflash.masks import dense_masks
 from fxsafe.dflash.model import Drafter
 
 VOCAB = 64
@@ -65,6 +66,14 @@ def inputs(shape: DrafterConfig, anchors: list[int], length: int = 24, batch: in
     at = torch.tensor([anchors] * batch)
     keep = torch.ones_like(at, dtype=torch.bool)
     return ids, feats, make_blocks(ids, torch.ones_like(ids), at, keep, shape.block_size, shape.mask_token_id)
+
+
+def hidden_states(model: Drafter, feats: torch.Tensor, blocks: Any, head: Head) -> torch.Tensor:
+    """[B, N, K, H], of all blocks at once and with dense masks, as in training."""
+    noise, positions = head.embed(blocks.ids_BNK.flatten(1)), blocks.positions_BNK.flatten(1)
+    masks = dense_masks(model.config, blocks.anchors_BN, blocks.keep_BN, feats.shape[1])
+    out: torch.Tensor = model(feats, noise, positions, masks)
+    return out.view(*blocks.ids_BNK.shape, -1)
 
 
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
