@@ -7,6 +7,7 @@ from fxsafe.patches import (
     compile_lock,
     compiling_flags,
     config_blocks,
+    cudagraph_threads,
     device_guard,
     dispatch_cache,
     dispatch_mode,
@@ -69,4 +70,5 @@ CATALOGUE: tuple[Patch, ...] = (
     stance.PATCH,
     graph_break_setting.PATCH,
     config_blocks.PATCH,
+    cudagraph_threads.PATCH,
 )

@@ -5,7 +5,7 @@ CUDA graphs ask for.
 """
 
 import torch
-from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, mark_step_begin
+from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, get_container, mark_step_begin
 
 from fxsafe.doctor.faults._kit import Task, finish
 
@@ -21,6 +21,7 @@ def another_step() -> None:
     mark_step_begin()
 
 
+get_container(0)  # this thread has trees
 before = CUDAGraphTreeManager.get_curr_generation(), CUDAGraphTreeManager.user_invoked_mark_step()
 Task(another_step).result()
 after = CUDAGraphTreeManager.get_curr_generation(), CUDAGraphTreeManager.user_invoked_mark_step()

@@ -1,0 +1,201 @@
+"""What of CUDA graph trees does not need a GPU; the graphs themselves are in ``tests/gpu``."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.mutation_guard as guard
+import torch._inductor.cudagraph_trees as trees
+from locks_support import applied, passes
+from support import Task, double_plus_one
+
+NAME = "cudagraph-threads"
+BOX, TRACKER = trees.MarkStepBox, guard.GenerationTracker
+
+
+def steps() -> tuple[int, int]:
+    return guard.GenerationTracker.generation, trees.MarkStepBox.mark_step_counter
+
+
+def compiled_call() -> Any:
+    return torch.compile(double_plus_one, backend="eager")(torch.ones(2))
+
+
+def tree_here() -> Any:
+    return trees.get_container(0)
+
+
+def test_a_thread_gets_trees_of_its_own() -> None:
+    with pytest.raises(AssertionError):
+        Task(tree_here).result()
+    here = tree_here()
+    with applied(NAME):
+        there = Task(lambda: (tree_here(), tree_here())).result()
+        assert there[0] is there[1] is not here
+        assert tree_here() is here
+
+
+def test_a_step_is_the_threads_own() -> None:
+    before = steps()
+    Task(lambda: (compiled_call(), trees.mark_step_begin())).result()
+    assert steps() != before
+    with applied(NAME):
+        tree_here()
+        before = steps()
+        count = Task(lambda: (tree_here(), compiled_call(), compiled_call(), trees.mark_step_begin(), steps())).result()
+        assert count[-1] == (before[0] + 2, before[1] - 1)
+        assert steps() == before
+        compiled_call()
+        assert steps() == (before[0] + 1, before[1])
+    assert (guard.GenerationTracker, trees.GenerationTracker, trees.MarkStepBox) == (TRACKER, TRACKER, BOX)
+    assert steps() == (before[0] + 1, before[1])
+
+
+def test_one_thread_counts_as_on_plain_torch() -> None:
+    with applied(NAME):
+        before = guard.GenerationTracker.generation
+        compiled_call()
+        tree_here()
+        compiled_call()
+        assert guard.GenerationTracker.generation == before + 2
+    assert guard.GenerationTracker is TRACKER
+    assert guard.GenerationTracker.generation == before + 2
+
+
+def test_a_backward_in_autograds_thread_finds_the_trees_of_its_caller() -> None:
+    """The C++ state that travels with a backward is what a checkpoint of the thread's state carries, on a CPU too."""
+    with applied(NAME):
+
+        def of_a_thread() -> tuple[Any, Any]:
+            mine = tree_here()
+            x = torch.ones(2, requires_grad=True)
+            found: list[Any] = []
+            y = x * 2
+            y.register_hook(lambda grad: found.append(tree_here()))
+            y.sum().backward()
+            return mine, found[0]
+
+        mine, in_backward = Task(of_a_thread).result()
+        assert mine is in_backward
+
+
+def test_the_first_use_inside_of_a_backward_lasts() -> None:
+    with applied(NAME):
+
+        def of_a_thread() -> tuple[Any, Any, bool]:
+            found: list[Any] = []
+            y = torch.ones(2, requires_grad=True) * 2
+            y.register_hook(lambda grad: found.append(tree_here()))
+            y.sum().backward()
+            return found[0], tree_here(), torch._C._is_key_in_tls("tree_manager_containers")
+
+        inside, after, travels = Task(of_a_thread).result()
+        assert inside is after
+        assert travels
+
+
+def test_a_thread_that_ends_leaves_nothing() -> None:
+    with applied(NAME):
+        tree_here()
+        threads = _threads()
+        before = len(threads._owners)
+        for _ in range(3):
+            Task(tree_here).result()
+        gc.collect()
+        assert len(threads._owners) == before
+        assert threads._left == []
+
+
+IMPORTED_BY_A_THREAD = """
+import os, sys
+import fxsafe
+if INSTALL:
+    fxsafe.install(patches=["cudagraph-threads"])
+held = []
+
+def first():
+    import torch._inductor.cudagraph_trees as trees
+    held.extend([trees.local.tree_manager_containers] * 5)
+
+thread = threading.Thread(target=first)
+thread.start()
+thread.join()
+while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+    os.sched_yield()  # C++ takes its thread-local state down after Python has let go of the thread
+assert sys.getrefcount(held[0]) == EXPECTED, sys.getrefcount(held[0])
+held.append(held[0])  # one more than the thread's end has taken too many
+"""
+
+
+@pytest.mark.parametrize("install", [False, True])
+def test_the_end_of_the_thread_that_imported_the_trees_frees_what_is_its_own(install: bool) -> None:
+    """Its C++ state drops a reference that it never took: the trees were freed while somebody held them."""
+    program = IMPORTED_BY_A_THREAD.replace("INSTALL", str(install)).replace("EXPECTED", "6" if install else "5")
+    passes(program)
+
+
+def test_each_thread_records_for_itself() -> None:
+    """With no size to be captured for, what would record a graph calls the model: how it is kept can be seen here."""
+    with applied(NAME), torch._inductor.config.patch({"triton.cudagraph_capture_sizes": ()}):
+        threads = _threads()
+        compiled = [trees.cudagraphify_impl(lambda inputs: inputs[0] + 1, [torch.ones(1)], ())]
+
+        def recorded() -> list[Any]:
+            """What each thread that lives has kept of it."""
+            return [call for owner in threads._owners for number, call in owner.recorded.items() if number not in old]
+
+        old = {number for owner in threads._owners for number in owner.recorded}
+        leave, called = threading.Event(), threading.Semaphore(0)
+
+        def of_a_thread() -> None:
+            with torch._inductor.config.patch({"triton.cudagraph_capture_sizes": ()}):
+                assert [compiled[0]([torch.ones(1)]).item() for _ in range(2)] == [2, 2]
+            called.release()
+            leave.wait(60)
+
+        tasks = [Task(of_a_thread) for _ in range(2)]
+        assert all(called.acquire(timeout=60) for _ in tasks)
+        first, second = recorded()
+        assert first is not second
+        del first, second
+        leave.set()
+        for task in tasks:
+            task.result()
+        assert recorded() == []
+        compiled[0]([torch.ones(1)])
+        assert len(recorded()) == 1
+        compiled.clear()
+        gc.collect()
+        assert recorded() == []
+
+
+def test_install_and_uninstall_with_threads_that_have_trees() -> None:
+    leave, ready = threading.Event(), threading.Event()
+    with applied(NAME):
+        tree_here()
+
+        def of_a_thread() -> tuple[Any, Any]:
+            mine = tree_here()
+            ready.set()
+            leave.wait(60)
+            return mine, tree_here()
+
+        task = Task(of_a_thread)
+        assert ready.wait(60)
+        assert guard.GenerationTracker is not TRACKER
+    assert guard.GenerationTracker is TRACKER
+    with applied(NAME):
+        assert guard.GenerationTracker is not TRACKER
+    leave.set()
+    mine, after = task.result()
+    assert mine is after
+
+
+def _threads() -> Any:
+    from fxsafe.patches import cudagraph_threads
+
+    return cudagraph_threads._threads
