@@ -2,6 +2,7 @@
 
     python benchmarks/dflash_step.py                       # one GPU for both, 2,048 tokens, 128 anchors of 16
     python benchmarks/dflash_step.py --part drafter        # the drafter alone, on features made once
+    python benchmarks/dflash_step.py --version 2           # a DFlash 2 drafter
     python benchmarks/dflash_step.py --drafters 3          # three drafter threads, sharing the GPUs there are
     python benchmarks/dflash_step.py --shape tiny --device cpu   # does the script run at all
 
@@ -28,6 +29,7 @@ import torch
 import fxsafe
 from fxsafe.dflash.batches import Example, Features, MicroBatch, collate
 from fxsafe.dflash.compiling import graph_count, promise_recompile_limit
+from fxsafe.dflash.config import DFlash2
 from fxsafe.dflash.engine import Engine
 from fxsafe.dflash.flops import drafter_flops, peak_flops, target_flops
 from fxsafe.dflash.losses import LossSettings
@@ -54,6 +56,7 @@ SHAPES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="of the target; the drafter has 5 layers")
+    parser.add_argument("--version", type=int, choices=(1, 2), default=1, help="of the drafter; 2 is DFlash 2")
     parser.add_argument("--part", choices=("all", "drafter"), default="all")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--anchors", type=int, default=128)
@@ -93,7 +96,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     target = make_target(options.shape, device, dtype)
     if options.compile_target:
         target.compile_layers()
-    config = target.drafter_config(layers=5, block_size=options.block, mask_token_id=target.rows - 1)
+    parts = DFlash2() if options.version == 2 else None
+    config = target.drafter_config(layers=5, block_size=options.block, mask_token_id=target.rows - 1, dflash2=parts)
     how = ReplicaSettings(dtype, not options.eager, "inductor", options.attention)
     loss = LossSettings(weighting=options.weighting, chunk_blocks=options.chunk_blocks)
     replicas = [Replica(config, target.head, d, how, loss) for d in devices]
@@ -115,6 +119,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "part": options.part,
+        "version": options.version,
         "seconds_median": statistics.median(seconds),
         "seconds_least": min(seconds),
         "seconds_all": [round(s, 5) for s in seconds],
