@@ -2,6 +2,7 @@
 
     python benchmarks/same_kernels.py                  # the CPU; needs a C++ compiler
     python benchmarks/same_kernels.py --device cuda
+    python benchmarks/same_kernels.py --only "always-false, trac"     # beside both kinds of trace
 
 The story that fxsafe comes from asks it: a compile that was let through beside a trace might have made worse kernels.
 A small transformer's forward and backward are compiled by Inductor, all caches off: on plain torch while nothing else
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import itertools
 import json
 import os
 import re
@@ -87,13 +89,32 @@ def tracing_all_the_time() -> Iterator[None]:
         thread.join()
 
 
+BESIDE = (contextlib.nullcontext, trace_in_flight, tracing_all_the_time)
+CASES: list[tuple[str, Any]] = [
+    ("plain", contextlib.nullcontext),  # the control: the same compile once more
+    *itertools.product(("thread-local", "always-false"), BESIDE),
+]
+
+
+def where_of(beside: Any) -> str:
+    return "alone" if beside is contextlib.nullcontext else beside.__name__.replace("_", " ")
+
+
+def name_of(fix: str, beside: Any) -> str:
+    return f"{fix}, {where_of(beside)}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each comparison of speeds (default: 5)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose 'FIX, WHERE' has this text in it")
     parser.add_argument("--json", help="file for all numbers")
     parser.add_argument("--sources", help="directory for the sources, one file for each compile")
     options = parser.parse_args()
+    cases = [case for case in CASES if options.only in name_of(*case)]
+    if not cases:
+        parser.error(f"no case has {options.only!r} in its name: {'; '.join(name_of(*case) for case in CASES)}")
     warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
     if options.device == "cpu":
         torch.set_num_threads(1)
@@ -115,28 +136,24 @@ def main() -> int:
     keep(options.sources, "first", expected)
     print(f"torch {torch.__version__}, {options.device}: {len(expected)} graphs, plain and alone")
     rows: list[dict[str, Any]] = []
-    for fix in ("plain", "thread-local", "always-false"):  # the first is the control: the same compile once more
-        for beside in (contextlib.nullcontext, trace_in_flight, tracing_all_the_time)[: 1 if fix == "plain" else None]:
-            where = "alone" if beside is contextlib.nullcontext else beside.__name__.replace("_", " ")
-            with contextlib.nullcontext() if fix == "plain" else fxsafe.install(fix):
-                with beside():
-                    train, sources = compiled(model, x)
-                found = turns.compare(timed(alone), timed(train), seconds=options.seconds)
-            same = sources == expected
-            rows.append({"fix": fix, "where": where, "same": same, "ratio": found.ratio, "error": found.error})
-            print(
-                f"{fix:>12}, {where:<25} source {'the same' if same else 'DIFFERS'}, "
-                f"{found.before * 1e3:.3f} -> {found.after * 1e3:.3f} ms a step, ratio {found.ratio:.3f} "
-                f"+-{found.error / found.before:.3f}",
-                flush=True,
-            )
-            keep(options.sources, f"{fix}, {where}", sources)
-            for one, other in zip(expected, sources, strict=False):
-                changes = difflib.unified_diff(
-                    one.splitlines(), other.splitlines(), "plain and alone", where, "", "", 0
-                )
-                for change in list(changes)[:8]:
-                    print(change)
+    for fix, beside in cases:
+        with contextlib.nullcontext() if fix == "plain" else fxsafe.install(fix):
+            with beside():
+                train, sources = compiled(model, x)
+            found = turns.compare(timed(alone), timed(train), seconds=options.seconds)
+        same, where = sources == expected, where_of(beside)
+        rows.append({"fix": fix, "where": where, "same": same, "ratio": found.ratio, "error": found.error})
+        print(
+            f"{fix:>12}, {where:<25} source {'the same' if same else 'DIFFERS'}, "
+            f"{found.before * 1e3:.3f} -> {found.after * 1e3:.3f} ms a step, ratio {found.ratio:.3f} "
+            f"+-{found.error / found.before:.3f}",
+            flush=True,
+        )
+        keep(options.sources, name_of(fix, beside), sources)
+        for one, other in zip(expected, sources, strict=False):
+            changes = difflib.unified_diff(one.splitlines(), other.splitlines(), "plain and alone", where, "", "", 0)
+            for change in list(changes)[:8]:
+                print(change)
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"torch": torch.__version__, "graphs": len(expected), "rows": rows}, file, indent=1)
