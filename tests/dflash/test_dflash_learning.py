@@ -35,8 +35,11 @@ class Learnt(NamedTuple):
     reports: list[StepReport]
 
 
-def learn(**shape: Any) -> Learnt:
-    target = Target(tiny.target_model("qwen3"))
+EAGER = ReplicaSettings(compile=False)
+
+
+def learn(device: torch.device = CPU, settings: ReplicaSettings = EAGER, bucket: int = 32, **shape: Any) -> Learnt:
+    target = Target(tiny.target_model("qwen3").to(device))
     config = target.drafter_config(
         layers=2, block_size=4, mask_token_id=63, taps=(0, 1, 2), intermediate_size=96, head_dim=16, **shape
     )
@@ -46,10 +49,10 @@ def learn(**shape: Any) -> Learnt:
     for prompt in prompts:
         text = [*prompt, *decode(target, prompt, new_tokens=25).tokens]
         examples.append(Example(text, [i >= len(prompt) for i in range(len(text))]))
-    batches = (collate(examples, index=i, seed=0, anchors=10, bucket=32) for i in range(10**9))
-    replica = Replica(config, target.head, CPU, ReplicaSettings(compile=False), LossSettings())
-    replica.drafter.initialize(torch.Generator().manual_seed(0))
-    master = Master(replica.drafter.state_dict(), OptimSettings(), CPU)
+    batches = (collate(examples, index=i, seed=0, anchors=10, bucket=bucket) for i in range(10**9))
+    replica = Replica(config, target.head, device, settings, LossSettings())
+    replica.drafter.initialize(torch.Generator(device).manual_seed(0))
+    master = Master(replica.drafter.state_dict(), OptimSettings(), device)
     with Engine([target], [replica], master, batches, per_step=1) as engine:
         reports = [engine.step(5e-3 * min(1.0, (200 - step) / 100)) for step in range(200)]
     return Learnt(target, config, prompts, replica, master, reports)
