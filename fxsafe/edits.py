@@ -171,12 +171,15 @@ class CodeWrap:
                 takes the placeholder's place.
 
         Raises:
-            ValueError: ``function`` closes over variables or takes other parameters than ``template``.
+            ValueError: ``function`` closes over other variables or takes other parameters than ``template``.
         """
         code, new = function.__code__, template.__code__
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if code.co_freevars or names != new.co_varnames[: new.co_argcount + new.co_kwonlyargcount]:
-            raise ValueError(f"{target} closes over variables or takes other parameters than {template.__qualname__}")
+        parameters = new.co_varnames[: new.co_argcount + new.co_kwonlyargcount]
+        if code.co_freevars != new.co_freevars or names != parameters:
+            raise ValueError(
+                f"{target} closes over other variables or takes other parameters than {template.__qualname__}"
+            )
         self.target = target
         self._function = function
         self._template = template

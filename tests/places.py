@@ -29,6 +29,8 @@ _PLACES = {
     "max": lambda: builtins.max,
     "min": lambda: builtins.min,
     "math.pow": lambda: math.pow,
+    "torch.zeros": lambda: torch.zeros,
+    "type(torch)": lambda: type(torch),
     "torch.cuda.set_rng_state": lambda: torch.cuda.set_rng_state,
     "type(torch.compiler)": lambda: type(torch.compiler),
     "_is_compiling_flag": lambda: vars(torch.compiler)["_is_compiling_flag"],

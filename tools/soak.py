@@ -33,6 +33,7 @@ import torch
 import torch.fx
 import torch.fx._symbolic_trace as st
 from torch import nn
+from torch.fx.experimental import meta_tracer
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint
@@ -115,6 +116,14 @@ def work_nested_trace() -> Any:
             return x + len(torch.fx.symbolic_trace(nn.ReLU()).graph.nodes)
 
     return torch.fx.symbolic_trace(Outer()).code
+
+
+def work_meta_tracer() -> Any:
+    class Mask(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(x, 2.0) + torch.ones(x.shape[0], 1) + torch.zeros(8)
+
+    return meta_tracer.symbolic_trace(Mask(), {"x": X.to("meta")}).code
 
 
 def work_make_fx(mode: str) -> Any:
@@ -248,6 +257,7 @@ def work_exception() -> Any:
 WORK: dict[str, Callable[[], Any]] = {
     "symbolic_trace": work_trace,
     "nested trace": work_nested_trace,
+    "MetaTracer": work_meta_tracer,
     "make_fx": lambda: work_make_fx("real"),
     "make_fx fake": lambda: work_make_fx("fake"),
     "make_fx symbolic": lambda: work_make_fx("symbolic"),
@@ -286,6 +296,7 @@ def places() -> dict[str, Any]:
         "dispatch mode": _python_dispatch.is_in_torch_dispatch_mode(),
         "is_compiling": torch.compiler.is_compiling(),
         "is_exporting": getattr(torch.compiler, "is_exporting", bool)(),
+        "torch.zeros": torch.zeros,
         "builtins.max": max,
         "math.pow": math.pow,
         "autograd multithreading": torch._C._is_multithreading_enabled(),
