@@ -121,9 +121,16 @@ def work_nested_trace() -> Any:
 def work_meta_tracer() -> Any:
     class Mask(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.full_like(x, 2.0) + torch.ones(x.shape[0], 1) + torch.zeros(8)
+            return torch.full_like(x, 2.0) + x + torch.zeros(x.shape[0], 1, device="meta")
 
     return meta_tracer.symbolic_trace(Mask(), {"x": X.to("meta")}).code
+
+
+def work_compile_traced() -> Any:
+    graphs: list[Any] = []
+    module = torch.fx.symbolic_trace(Plain())
+    compiled = torch.compile(module, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    return tensors(compiled(X)), len(graphs)
 
 
 def work_make_fx(mode: str) -> Any:
@@ -264,6 +271,7 @@ WORK: dict[str, Callable[[], Any]] = {
     "make_fx cond": work_make_fx_cond,
     "pickle load": work_load,
     "torch.load": work_torch_load,
+    "compile of a traced module": work_compile_traced,
     "compile with a graph break": work_compile_break,
     "compile and recompile": work_recompile,
     "warm compiled call": work_warm,

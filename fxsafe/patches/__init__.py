@@ -19,6 +19,7 @@ from fxsafe.patches import (
     export_save,
     fake_impl_context,
     graph_break_setting,
+    graph_module_forward,
     guard_override,
     guard_scope,
     inductor_lock,
@@ -55,6 +56,7 @@ CATALOGUE: tuple[Patch, ...] = (
     compile_lock.PATCH,
     compiling_flags.PATCH,  # after tracing_flag: it looks whether that one is there
     lazy_graph_module.PATCH,
+    graph_module_forward.PATCH,
     fake_impl_context.PATCH,
     dispatch_mode.PATCH,
     jvp_level.PATCH,
