@@ -64,7 +64,8 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 def export_drafter(state: Mapping[str, Tensor], config: DrafterConfig, directory: str | os.PathLike[str]) -> Path:
     """Write a drafter for z-lab's package, SGLang and vLLM, and read it back to compare.
 
-    Engines skip tensors whose names they do not know without a word, so that a wrong file would run, and draft badly.
+    SGLang passes over tensors whose names it does not know, and vLLM over those that are not there, without a word, so
+    that a wrong file would run, and draft badly.
     The directory appears complete or not at all; an older export of the same name is replaced.
 
     Raises:

@@ -121,8 +121,14 @@ def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: i
             ()
             if config.input_embedding_scale == 1.0
             else (
-                f"warning  embeddings are scaled by {config.input_embedding_scale:.4g}, as the target does; z-lab's "
-                "package reads that from the export, and SGLang 0.5.23 and vLLM 0.33.0 do not: they would draft badly",
+                f"warning  embeddings are scaled by {config.input_embedding_scale:.4g}, as the target does; "
+                + (
+                    "z-lab's package reads that from the export, and SGLang 0.5.23 and vLLM 0.33.0 do not: they would "
+                    "draft badly"
+                    if config.dflash2 is None
+                    else "z-lab's package and vLLM 0.33.0 read that from the export of a DFlash 2 drafter, and SGLang "
+                    "0.5.23 does not: it would draft badly"
+                ),
             )
         ),
         f"steps    {steps} of {sequences} sequences, from {'a stream' if rows is None else f'{rows} rows'}",

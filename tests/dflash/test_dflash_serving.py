@@ -1,5 +1,7 @@
 """Exports against what the loaders of two engines want. Neither engine runs here: these are facts read in their code.
 
+``tools/engine_loaders.py`` runs that code, in environments that have the engines.
+
 SGLang 0.5.23, below ``sglang/srt``: ``models/dflash.py`` (parameters, ``load_weights``), below ``speculative``
 ``dflash_utils.py`` (the config) and ``dflash_worker_v2.py`` (the mask token), and for RoPE
 ``utils/hf_transformers/common.py``.

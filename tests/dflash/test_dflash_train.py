@@ -418,6 +418,10 @@ def test_the_plan_warns_of_what_engines_do_not_read_in_an_export(tmp_path: Path)
     ]
     assert warned[0] == []
     assert "embeddings are scaled by 5.657" in warned[1][0]
+    assert "SGLang 0.5.23 and vLLM 0.33.0 do not" in warned[1][0]
+    target = Target(tiny.target_model("gemma"))
+    second = trainer(tmp_path, target, drafter__version=2, drafter__conv_group_size=8, drafter__selector_top_k=5)
+    assert any("vLLM 0.33.0 read that" in line for line in second.plan.lines)
 
 
 def test_curves_are_drawn_from_what_was_written(tmp_path: Path) -> None:
