@@ -85,7 +85,9 @@ def make_target(plan: Plan, device: torch.device) -> Target:
         use_sliding_window=False,
     )
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call,unused-ignore]
+        config, attn_implementation="sdpa"
+    )
     return Target(model.eval().to(device, _dtype(device)))
 
 
