@@ -13,6 +13,11 @@ Dynamo looks through the shared variants of a function from the front, letting g
 the one that fits to the front. A thread that is on its way goes on behind the place which that one has left, never
 meets it, and compiles it once more, however long after the warm-up. So the order is kept, as torch 2.10 and later can
 be told; where lengths vary, the variant in front is seldom the one that is wanted, and nothing is lost.
+
+On a GPU Inductor times several ways of splitting a reduction and keeps the fastest: of two processes each may take
+another one, and a run that is resumed, or repeated from cold caches, computes other bits. ``deterministic`` (torch 2.10
+and later) has it take the same one always. It goes in as an option of each function: as a setting it is lost with the
+first compile, at whose end Dynamo calls ``torch.use_deterministic_algorithms(False)``, which sets it too.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ RECOMPILE_LIMIT = 256
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compile_here(function: F, **options: Any) -> F:
+def compile_here(function: F, backend: str = "inductor") -> F:
     """``torch.compile`` with static shapes; see :func:`promise_recompile_limit` for how many.
 
     From here on Dynamo keeps the variants of every function of the process in the order in which they were compiled.
@@ -40,8 +45,15 @@ def compile_here(function: F, **options: Any) -> F:
     if keep_order is not None:
         keep_order(False)
     compile_any: Any = torch.compile  # its overloads differ between releases
-    compiled: F = compile_any(function, dynamic=False, **options)
+    options = {"deterministic": True} if backend == "inductor" and _can_be_deterministic() else None
+    compiled: F = compile_any(function, dynamic=False, backend=backend, options=options)
     return compiled
+
+
+def _can_be_deterministic() -> bool:
+    import torch._inductor.config
+
+    return hasattr(torch._inductor.config, "deterministic")
 
 
 def promise_recompile_limit(limit: int = RECOMPILE_LIMIT) -> None:

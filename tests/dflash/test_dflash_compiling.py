@@ -5,8 +5,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
+import torch._inductor.config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fxsafe.dflash.compiling import compile_here, graph_count
+
+
+class Sees(CustomGraphPass):
+    """Notes the setting at each compile of Inductor's."""
+
+    def __init__(self, seen: list[bool]) -> None:
+        self._seen = seen
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self._seen.append(torch._inductor.config.deterministic)
+
+    def uuid(self) -> None:
+        return None
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:
@@ -54,3 +69,22 @@ def test_a_thread_that_looks_for_its_variant_finds_it_while_another_one_uses_it(
         assert torch.equal(calls[0].result(), wanted * 2)
     assert waits == [True, True]
     assert graph_count() == graphs
+
+
+@pytest.mark.skipif(not hasattr(torch._inductor.config, "deterministic"), reason="before torch 2.10")
+def test_inductor_chooses_by_no_clock_in_a_first_forward_or_any_backward() -> None:
+    """After a first compile the setting itself is off: Dynamo puts the process's deterministic switch back."""
+    seen: list[bool] = []
+    patches = {"post_grad_custom_pre_pass": Sees(seen), "force_disable_caches": True}
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).exp().sum()
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return (x * 3).exp().sum()
+
+    with torch._inductor.config.patch(patches):
+        for function in (one, other):
+            compile_here(function)(torch.ones(8, requires_grad=True)).backward()
+    assert seen == [True] * 4
+    assert not torch._inductor.config.deterministic
