@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -136,6 +138,246 @@ def test_the_end_of_the_thread_that_imported_the_trees_frees_what_is_its_own(ins
     """Its C++ state drops a reference that it never took: the trees were freed while somebody held them."""
     program = IMPORTED_BY_A_THREAD.replace("INSTALL", str(install)).replace("EXPECTED", "6" if install else "5")
     passes(program)
+
+
+IMPORTED_USED_AND_ENDED = """
+import os, sys
+import fxsafe
+held, imported, use = [], threading.Event(), threading.Event()
+
+def first():
+    import torch._inductor.cudagraph_trees as trees
+    held.extend([trees.local.tree_manager_containers] * 5)
+    imported.set()
+    use.wait()
+    assert trees.get_container(0) is trees.get_container(0)
+
+if not LATE:
+    fxsafe.install(patches=["cudagraph-threads"])
+thread = threading.Thread(target=first)
+thread.start()
+imported.wait()
+if LATE:
+    fxsafe.install(patches=["cudagraph-threads"])
+use.set()
+thread.join()
+while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+    os.sched_yield()
+assert sys.getrefcount(held[0]) == 6, sys.getrefcount(held[0])
+"""
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_thread_that_imported_the_trees_uses_them_and_ends(late: bool) -> None:
+    """``late``: another thread installs, after the import. What it used was freed at once."""
+    passes(IMPORTED_USED_AND_ENDED.replace("LATE", str(late)))
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_thread_that_python_did_not_make_an_object_for(in_backward: bool) -> None:
+    def use(_: Any = None) -> None:
+        tree_here()
+
+    def run(done: Any) -> None:
+        try:
+            if in_backward:
+                y = torch.ones(2, requires_grad=True) * 2
+                y.register_hook(use)
+                y.sum().backward()
+            else:
+                use()
+        finally:
+            done.release()
+
+    with applied(NAME):
+        tree_here()
+        known, before = threading.enumerate(), len(_threads()._owners)
+        for _ in range(3):
+            done = threading.Semaphore(0)
+            _thread.start_new_thread(run, (done,))
+            assert done.acquire(timeout=60)
+        for _ in range(600):
+            if len(_threads()._owners) == before:
+                break
+            time.sleep(0.1)
+        assert len(_threads()._owners) == before
+        assert threading.enumerate() == known
+
+
+class Manager:
+    """In place of a ``CUDAGraphTreeManager``, which needs a GPU."""
+
+    def __init__(self, looked_at: Any = gc.collect) -> None:
+        self.looked_at = looked_at
+        self.ends = 0
+
+    def live_cudagraph_pool_storages_in_curr_execution(self) -> list[int]:
+        self.looked_at()
+        return []
+
+    def shutdown(self) -> None:
+        self.ends += 1
+
+
+def test_a_finalizer_that_uses_the_trees_while_those_of_an_ended_thread_go() -> None:
+    passes(
+        """
+        import faulthandler, gc
+        import torch._inductor.cudagraph_trees as trees
+        from fxsafe.patches import cudagraph_threads
+        from test_cudagraph_threads import Manager
+
+        faulthandler.dump_traceback_later(60, exit=True)
+        used, manager = [], Manager()
+
+        class Finalizer:
+            def __init__(self):
+                self.me = self
+
+            def __del__(self):
+                used.append(trees.get_container(0))
+
+        def work():
+            trees.get_container(0).tree_manager = manager
+            Finalizer()
+
+        trees.get_container(0)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert used
+        assert manager.ends == 1
+        assert cudagraph_threads._threads._left == []
+        """,
+        NAME,
+    )
+
+
+def test_a_fork_while_other_threads_have_trees_and_record() -> None:
+    """A fork takes the Python state of all other threads down in the child: nothing of CUDA's may be touched there."""
+    passes(
+        """
+        import os, signal, threading
+        import torch._inductor.cudagraph_trees as trees
+        from fxsafe.patches import cudagraph_threads
+        from test_cudagraph_threads import Manager
+
+        manager, ready, leave = Manager(), threading.Semaphore(0), threading.Event()
+
+        def has_trees():
+            trees.get_container(0).tree_manager = manager
+            ready.release()
+            leave.wait()
+
+        def records():
+            with cudagraph_threads._threads.capturing:
+                ready.release()
+                leave.wait()
+
+        threads = [threading.Thread(target=work) for work in (has_trees, records)]
+        for thread in threads:
+            thread.start()
+            ready.acquire()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            trees.get_container(0)
+            os._exit(manager.ends)
+        assert os.waitpid(child, 0)[1] == 0
+        leave.set()
+        for thread in threads:
+            thread.join()
+        assert manager.ends == 1
+        """,
+        NAME,
+    )
+
+
+def test_a_reset_leaves_on_what_the_trees_of_other_threads_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording with it off fails: "cached_tensorimpls_enabled INTERNAL ASSERT FAILED"."""
+    switched: list[bool] = []
+    monkeypatch.setattr(trees, "_set_cached_tensors_enabled", switched.append)
+    ready, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        tree_here()
+        ready.set()
+        leave.wait(60)
+
+    with applied(NAME):
+        tree_here()
+        task = Task(work)
+        assert ready.wait(60)
+        trees.reset_cudagraph_trees()
+        assert switched == []
+        leave.set()
+        task.result()
+        trees.reset_cudagraph_trees()
+        assert switched == [False]
+
+
+def test_a_reset_holds_after_uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TRACKER, "generation", 7)
+    monkeypatch.setattr(BOX, "mark_step_counter", -1)
+    with applied(NAME):
+        tree_here()
+        compiled_call()
+        trees.reset_cudagraph_trees()
+        guard.GenerationTracker.clear()
+        assert steps() == (0, 0)
+    assert steps() == (0, 0)
+
+
+LAZY = """
+import importlib.util, pathlib, sys, tempfile
+import torch._inductor.cudagraph_trees as trees  # which loads all such modules
+folder = tempfile.mkdtemp()
+pathlib.Path(folder, "lazy_one.py").write_text("raise ImportError('loaded')")
+sys.path.insert(0, folder)
+spec = importlib.util.find_spec("lazy_one")
+spec.loader = importlib.util.LazyLoader(spec.loader)
+sys.modules["lazy_one"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+with applied("cudagraph-threads"):
+    trees.get_container(0)
+"""
+
+
+def test_a_module_that_is_to_be_loaded_at_its_first_use_is_not_loaded() -> None:
+    passes(LAZY)
+
+
+def test_uninstall_while_a_thread_gets_the_first_trees() -> None:
+    passes(
+        """
+        import sys, types
+        import fxsafe
+        import torch._dynamo.mutation_guard as guard
+        import torch._inductor.cudagraph_trees as trees
+        original, inside, leave = guard.GenerationTracker, threading.Event(), threading.Event()
+
+        class Slow(types.ModuleType):
+            def __setattr__(self, name, value):
+                super().__setattr__(name, value)
+                inside.set()
+                leave.wait()
+
+        slow = Slow("slow")
+        vars(slow)["GenerationTracker"] = original
+        sys.modules["slow"] = slow
+        handle = fxsafe.install(patches=["cudagraph-threads"])
+        threads = [threading.Thread(target=trees.get_container, args=(0,)), threading.Thread(target=handle.uninstall)]
+        threads[0].start()
+        inside.wait()
+        threads[1].start()
+        threads[1].join(1)
+        leave.set()
+        for thread in threads:
+            thread.join()
+        for module in (slow, guard, trees):
+            assert module.GenerationTracker is original, module
+        """
+    )
 
 
 def test_each_thread_records_for_itself() -> None:

@@ -24,6 +24,7 @@ import itertools
 import sys
 import threading
 import weakref
+from _thread import get_ident
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
@@ -43,6 +44,7 @@ GUARD = "torch._dynamo.mutation_guard"
 _CONTAINERS = "tree_manager_containers"
 _LOCKS = "tree_manager_locks"
 _OWNER = "fxsafe_cudagraph_owner"
+_CACHED = "_set_cached_tensors_enabled"
 # Methods of the manager that allocate from its pool or capture: the CUDA state of the process is another meanwhile.
 _CAPTURING = ("__init__", "run_eager", "record_function")
 
@@ -70,6 +72,7 @@ class _Here(threading.local):
     owner: _Owner | None = None
     foreign: _Owner | None = None  # of one of autograd's threads, for a backward whose caller has none
     end: _End | None = None
+    mended: bool = False
 
     def __init__(self) -> None:
         self.counters: dict[str, int] = {}
@@ -81,9 +84,11 @@ class _End:
     def __init__(self, ended: Callable[[_Owner], None], owner: _Owner) -> None:
         self._ended = ended
         self._owner = owner
+        self._thread = get_ident()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
+        # A fork takes the state down of all other threads in the child, where CUDA does not work, and locks are held.
+        if self._thread == get_ident() and not sys.is_finalizing():
             self._ended(self._owner)
 
 
@@ -94,21 +99,24 @@ class _Threads:
         self._c = torch._C
         self._trees = trees
         self._here = _Here()
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self._owners: set[_Owner] = set()
         # Trees of threads that have ended, out of whose memory somebody still has a tensor.
         self._left: list[Any] = []
         self._numbers = itertools.count()
         self.capturing = threading.RLock()
         self.on_first: Callable[[], None] | None = None
-        self._mend_imported()
+        self._takes = _takes_references(self._c)
+        self._mend()
 
-    def _mend_imported(self) -> None:
-        """torch has put its own into the C++ state of the thread that imported the module."""
-        for value in vars(self._trees.local).values():
-            # Held by the thread's ``local`` and by the loop, the call and the C++ state, if that one counts.
-            if sys.getrefcount(value) == 3:
-                _give_reference(value)
+    def _mend(self) -> None:
+        """What the C++ state of this thread got from torch, which imported the module here, or from a work-around."""
+        if self._here.mended:
+            return
+        self._here.mended = True
+        for name in (_CONTAINERS, _LOCKS):
+            if not self._takes and self._c._is_key_in_tls(name):
+                _give_reference(self._c._get_obj_in_tls(name))
 
     def known(self) -> _Owner | None:
         """Of the calling thread; in a backward that one of autograd's threads runs, of the thread that called it."""
@@ -116,6 +124,7 @@ class _Threads:
         return here.owner or self._travelled() or here.foreign
 
     def _travelled(self) -> _Owner | None:
+        # None too in the thread that has tried whether references are taken.
         return self._c._get_obj_in_tls(_OWNER) if self._c._is_key_in_tls(_OWNER) else None
 
     def owner(self) -> _Owner:
@@ -129,9 +138,9 @@ class _Threads:
             here.foreign = owner
         else:
             here.owner = owner
-            if threading.current_thread() is not threading.main_thread():
-                here.end = _End(self.ended, owner)
-        with self._lock:
+        if get_ident() != threading.main_thread().ident:
+            here.end = _End(self.ended, owner)
+        with self.lock:
             self._owners.add(owner)
             if self.on_first is not None:
                 self.on_first()
@@ -140,7 +149,8 @@ class _Threads:
     def get_obj(self, local: Any, attr_name: str) -> Any:
         """``torch._inductor.cudagraph_trees.get_obj``: the trees of a thread, or their locks."""
         owner = self.owner()
-        if owner is self._here.owner and not self._c._is_key_in_tls(_OWNER):
+        if owner is self._here.owner and self._travelled() is not owner:
+            self._mend()
             # After a first use inside of a backward too, at whose end the C++ state is put back.
             for name, value in ((_CONTAINERS, owner.containers), (_LOCKS, owner.locks), (_OWNER, owner)):
                 self._stash(name, value)
@@ -148,10 +158,9 @@ class _Threads:
         return owner.containers if attr_name == _CONTAINERS else owner.locks
 
     def _stash(self, name: str, value: object) -> None:
-        before = sys.getrefcount(value)
-        self._c._stash_obj_in_tls(name, value)
-        if sys.getrefcount(value) == before:
+        if not self._takes:
             _give_reference(value)
+        self._c._stash_obj_in_tls(name, value)
 
     def each_its_own(self, cudagraphify_impl: FunctionType) -> Callable[..., Any]:
         """``cudagraphify_impl`` whose result keeps the recordings of each thread apart."""
@@ -190,22 +199,39 @@ class _Threads:
         managers = [c.tree_manager for c in owner.containers.values() if c.tree_manager is not None]
         owner.recorded.clear()  # torch lets go of a manager with the last function that it has recorded
         owner.containers.clear()
-        with self._lock:
-            self._owners.discard(owner)
-            self._left += managers
+        self._owners.discard(owner)
+        self._left.extend(managers)
         self.sweep()
 
     def sweep(self) -> None:
         """Lets go of the trees of ended threads that nobody has a tensor of."""
-        if not self._left:
-            return
-        with self._lock:
-            gone = [manager for manager in self._left if not manager.live_cudagraph_pool_storages_in_curr_execution()]
-            self._left = [manager for manager in self._left if manager not in gone]
-        for manager in gone:
-            with self.capturing:
-                self._c._set_cached_tensors_enabled(True)  # torch._dynamo.reset() in any thread switches them off
-                manager.shutdown()
+        kept = []
+        try:
+            # Each is looked at by one thread, and no lock is held: a finalizer may come here in the middle.
+            while self._left:
+                try:
+                    manager = self._left.pop()
+                except IndexError:
+                    break
+                if manager.live_cudagraph_pool_storages_in_curr_execution():
+                    kept.append(manager)
+                    continue
+                with self.capturing:
+                    self._c._set_cached_tensors_enabled(True)  # off if all others have been reset
+                    manager.shutdown()
+        finally:
+            self._left.extend(kept)
+
+    def for_all(self, set_enabled: Callable[[bool], None]) -> Callable[[bool], None]:
+        """What ``torch._dynamo.reset()`` switches off when it has shut its own thread's trees down."""
+
+        def set_for_all(enabled: bool) -> None:
+            mine = self.known()
+            if enabled or not any(owner.containers for owner in tuple(self._owners) if owner is not mine):
+                set_enabled(enabled)
+
+        frame_hider()(set_for_all)
+        return set_for_all
 
     def count(self, name: str, cls: type) -> int:
         """The calling thread's value of a counter that torch keeps in a class."""
@@ -220,18 +246,29 @@ class _Threads:
 
     def farthest(self, name: str, cls: type) -> int:
         """The value that is farthest from zero; one of the counters only rises, the other only falls."""
-        with self._lock:
-            values = [owner.counters[name] for owner in self._owners if name in owner.counters]
-        farthest: int = max(vars(cls)[name], *values, self.count(name, cls), key=abs)
-        return farthest
+        all_of_them = [self._counters(), *(owner.counters for owner in tuple(self._owners))]
+        values = [counters[name] for counters in all_of_them if name in counters]
+        return max(values, key=abs, default=vars(cls)[name])
 
     @property
     def some(self) -> bool:
         return bool(self._owners)
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self.capturing = threading.RLock()
+
+
+def _takes_references(c: Any) -> bool:
+    probe = object()
+    before = sys.getrefcount(probe)
+    c._stash_obj_in_tls(_OWNER, probe)
+    takes = sys.getrefcount(probe) != before
+    if not takes:
+        _give_reference(probe)
+        _give_reference(None)
+    c._stash_obj_in_tls(_OWNER, None)
+    return takes
 
 
 def _give_reference(value: object) -> None:
@@ -277,28 +314,33 @@ class _Counter:
         self._swaps: list[AttributeSwap] = []
 
     def apply(self) -> None:
-        if self._lazy and not self._threads.some:
-            self._threads.on_first = self._begin
-        else:
-            self._begin()
+        with self._threads.lock:
+            if self._lazy and not self._threads.some:
+                self._threads.on_first = self._begin
+            else:
+                self._begin()
 
     def _begin(self) -> None:
         self._threads.on_first = None
         name = self._class.__name__
         for module in list(sys.modules.values()):
-            if isinstance(module, ModuleType) and vars(module).get(name) is self._class:
+            # Not isinstance and vars, which make modules load that are to be loaded at their first use.
+            if not issubclass(type(module), ModuleType):
+                continue
+            if object.__getattribute__(module, "__dict__").get(name) is self._class:
                 swap = AttributeSwap(f"{module.__name__}.{name}", module, name, self._counting)
                 swap.apply()
                 self._swaps.append(swap)
 
     def undo(self) -> bool:
-        if self._lazy:
-            self._threads.on_first = None
-        if self._swaps:
-            # The process goes on from where the thread is that has come farthest: each sees a new step.
-            setattr(self._class, self._name, self._threads.farthest(self._name, self._class))
-        undone = [swap.undo() for swap in self._swaps]
-        self._swaps.clear()
+        with self._threads.lock:  # a thread may be about to begin
+            if self._lazy:
+                self._threads.on_first = None
+            if self._swaps:
+                # The process goes on from where the thread is that has come farthest: each sees a new step.
+                setattr(self._class, self._name, self._threads.farthest(self._name, self._class))
+            undone = [swap.undo() for swap in self._swaps]
+            self._swaps.clear()
         return all(undone)
 
 
@@ -319,14 +361,16 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan | NotNeeded:
         _threads = _Threads(modules["torch"], trees)
     own_function(trees, "get_obj")
     impl = own_function(trees, "cudagraphify_impl")
-    counts = [_Threads.count, _Threads.set_count, _Threads._counters, _Threads.known, _Threads._travelled]
-    frame_hider()(*counts, _Threads.get_obj, _Threads.owner, _Threads._new)
+    frame_hider()(*(method for method in vars(_Threads).values() if isinstance(method, FunctionType)))
     edits: list[Edit] = [
         _Counter(_threads, box, "mark_step_counter"),
         _Counter(_threads, tracker, "generation", lazy=True),
         AttributeSwap(f"{TREES}.cudagraphify_impl", trees, "cudagraphify_impl", _threads.each_its_own(impl)),
         AttributeSwap(f"{TREES}.get_obj", trees, "get_obj", _threads.get_obj),
     ]
+    if _CACHED in vars(trees):
+        set_for_all = _threads.for_all(vars(trees)[_CACHED])
+        edits.append(AttributeSwap(f"{TREES}.{_CACHED}", trees, _CACHED, set_for_all))
     for name in _CAPTURING:
         method = own_function(manager, name)
         where = f"{TREES}.{manager.__name__}.{name}"
