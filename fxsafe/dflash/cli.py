@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -300,7 +301,10 @@ def _eval(options: Any) -> int:
                 f"{request.name}: differs at token {request.difference}, where the best two are {request.margin} apart"
             )
     if options.json:
-        Path(options.json).write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        try:
+            Path(options.json).write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        except OSError as error:  # the disk is full
+            raise DFlashError(f"--json {options.json} cannot be written: {error}") from error
     return 0
 
 
@@ -327,6 +331,12 @@ def _prepare(options: Any) -> int:
     from fxsafe.dflash.rows import open_rows
 
     _counts(options, "limit", "new_tokens")
+    for name, fits, wish in (
+        ("temperature", 0 <= options.temperature < math.inf, "at least 0"),
+        ("top-p", 0 < options.top_p <= 1, "above 0 and at most 1"),
+    ):
+        if not fits:
+            raise DFlashError(f"--{name} is {options[name.replace('-', '_')]} and has to be {wish}")
     out = Path(options.out)
     for name in options.data:
         if out.exists() and Path(name).exists() and out.samefile(name):
@@ -344,6 +354,8 @@ def _prepare(options: Any) -> int:
         seed=options.seed,
         limit=options.limit,
     )
+    if not count:
+        raise DFlashError(f"no conversation was written to {out}: {', '.join(options.data)} holds none with an answer")
     print(f"{count} conversations in {options.out}")
     return 0
 

@@ -5,6 +5,7 @@ A drafter has to guess what the target says, so that it learns best from what th
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +92,7 @@ def prepare(
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error}") from error
     total = min(len(rows), limit or len(rows))
-    with out.open("a") as stream:
+    with out.open("ab", buffering=0) as stream:
         for number in range(total):
             if number in done:
                 continue
@@ -102,6 +103,9 @@ def prepare(
                 continue
             if turns is None:
                 say(f"left out: {rows.origin(number)}: no conversation")
+                continue
+            if not any(turn["role"] == "assistant" for turn in turns):
+                say(f"left out: {rows.origin(number)}: no turn of the assistant, which would be written anew")
                 continue
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             answered: list[dict[str, str]] = []
@@ -138,8 +142,7 @@ def prepare(
                     break
             if full and not any(turn["role"] == "assistant" for turn in answered):
                 continue
-            stream.write(json.dumps({"id": number, "messages": answered}) + "\n")
-            stream.flush()
+            _append(stream, out, json.dumps({"id": number, "messages": answered}) + "\n")
             done.add(number)
             if len(done) % 100 == 0:
                 say(f"{len(done)} of {total}")
@@ -152,6 +155,17 @@ def _draw(logits_V: Tensor, temperature: float, top_p: float, generator: torch.G
     chance, token = (logits_V.float().cpu() / temperature).softmax(-1).sort(descending=True)
     chance[chance.cumsum(-1) - chance >= top_p] = 0
     return int(token[torch.multinomial(chance, 1, generator=generator)])
+
+
+def _append(stream: io.FileIO, out: Path, line: str) -> None:
+    rest = line.encode()
+    try:
+        while rest:  # a disk that is nearly full takes a part
+            rest = rest[stream.write(rest) or 0 :]
+    except OSError as error:
+        raise DataError(
+            f"{out} cannot be written: {error}; what it holds is kept, and the same command goes on"
+        ) from error
 
 
 def _finished(path: Path) -> set[int]:

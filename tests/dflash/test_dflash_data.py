@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 from collections.abc import Iterator
@@ -359,6 +360,46 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(target: Target, tmp_path: P
         out.write_text(cut)
         assert prepare(target, tokens.tokenizer(), rows, out, new_tokens=2) == 2
         assert out.read_text() == whole
+
+
+def test_a_full_disk_is_told_with_the_file_and_costs_nothing_that_was_written(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = Table([{"messages": TURNS[:2]}] * 2, "made")
+    whole = tmp_path / "whole.jsonl"
+    prepare(target, tokens.tokenizer(), rows, whole, new_tokens=2)
+    out = tmp_path / "out.jsonl"
+    room = whole.stat().st_size - 5
+    real = Path.open
+
+    class Full:
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.stream.close()
+
+        def write(self, data: bytes) -> int:
+            nonlocal room
+            if not room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            taken = self.stream.write(data[:room])
+            room -= taken
+            return int(taken)
+
+    def smaller(path: Path, mode: str = "r", **words: Any) -> Any:
+        return Full(real(path, mode, **words)) if mode == "ab" else real(path, mode, **words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", smaller)
+        with pytest.raises(DataError, match=r"out\.jsonl cannot be written: .*No space left.*the same command goes on"):
+            prepare(target, tokens.tokenizer(), rows, out, new_tokens=2)
+    assert out.stat().st_size == whole.stat().st_size - 5
+    assert prepare(target, tokens.tokenizer(), rows, out, new_tokens=2) == 2
+    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_sampled_answers_are_the_same_for_the_same_seed(target: Target, tmp_path: Path) -> None:
