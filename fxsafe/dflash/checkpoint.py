@@ -136,7 +136,7 @@ def _check_keys(document: Mapping[str, Any], path: Path) -> None:
 
 def _older(path: Path) -> str:
     before = [p for p in list_checkpoints(path.parent) if p.name < path.name]
-    return f"; an older one is {before[-1]}" if before else ""
+    return f"; an older one is {before[-1]}, from which a run goes on if {path.name} is moved away" if before else ""
 
 
 def _digest(file: Path) -> str:

@@ -24,7 +24,7 @@ def default_layer_ids(target_layers: int, drafter_layers: int) -> tuple[int, ...
 
     Returns:
         Ids of decoder layers, counted from 0; id ``i`` is the *output* of layer ``i``. Few target layers for many
-        drafter layers give repeated ids, which is legal and wasteful.
+        drafter layers give repeated ids, as in the reference; vLLM and SGLang cannot serve these, and the plan says so.
 
     Raises:
         SettingsError: the target has fewer than 4 layers; name the ids then.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from fxsafe.dflash.config import DFlash2, DrafterConfig
 from fxsafe.dflash.flops import drafter_flops, target_flops
 from fxsafe.dflash.model import parameter_count
-from fxsafe.dflash.settings import Settings, dtype_of
+from fxsafe.dflash.settings import Settings, devices_of, dtype_of
 from fxsafe.dflash.target import Target
 
 __all__ = ["Plan", "make_plan"]
@@ -57,6 +58,20 @@ def _dflash2_lines(parts: DFlash2 | None, parameters: int) -> tuple[str, ...]:
         f"correction for {parts.conv_group_size} channels; selector of rank {parts.selector_rank} among "
         f"{parts.selector_top_k} tokens",
     )
+
+
+def _tap_lines(taps: tuple[int, ...]) -> tuple[str, ...]:
+    if list(taps) == sorted(set(taps)):
+        return ()
+    return (
+        "warning  tapped layers repeat or do not ascend: z-lab's package takes them as they are named, and vLLM and "
+        "SGLang collect each once while the layers run, in ascending order: they cannot serve this drafter as it is "
+        "trained (drafter.target_layer_ids)",
+    )
+
+
+def _devices(names: Sequence[str]) -> str:
+    return ", ".join(f"auto ({devices_of((name,), name)[0]})" if name == "auto" else name for name in names)
 
 
 def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: int | None, steps: int) -> Plan:
@@ -112,7 +127,8 @@ def make_plan(settings: Settings, target: Target, config: DrafterConfig, rows: i
         f"drafter  {amount(parameters)} parameters, {config.num_hidden_layers} layers, "
         f"{settings.drafter.anchors} blocks of {config.block_size} in each sequence, mask token {config.mask_token_id}",
         *_dflash2_lines(config.dflash2, parameters - plain),
-        f"devices  targets {', '.join(settings.target.devices)}; drafters {', '.join(settings.drafter.devices)}",
+        *_tap_lines(config.target_layer_ids),
+        f"devices  targets {_devices(settings.target.devices)}; drafters {_devices(settings.drafter.devices)}",
         f"memory   {memory}",
         f"work     {amount(target_cost)}FLOP target and {amount(drafter)}FLOP drafter for a sequence of "
         f"{length} tokens: one target thread keeps {1 / share:.2f} drafter threads busy on equal devices; "

@@ -237,7 +237,10 @@ class Settings:
             ("drafter.devices", len(drafter.devices)),
         ):
             if value < 1:
-                raise SettingsError(f"{name} is too small")
+                least = 2 if name == "data.max_length" else 1
+                if name.endswith("devices"):
+                    raise SettingsError(f"{name} names no device")
+                raise SettingsError(f"{name} is {value + least - 1} and has to be at least {least}")
         loss, optim, run = self.loss, self.optim, self.run
         for name, fits, wish in (
             ("data.validation_share", 0 <= data.validation_share < 1, "at least 0 and below 1"),

@@ -11,7 +11,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -339,6 +339,18 @@ class Trainer:
                     f"{wish.warm_start} is a plain DFlash drafter: the convolutions and the selector of DFlash 2 are "
                     "new, and change nothing at first"
                 )
+            for name, ours in (
+                ("layers", config.num_hidden_layers),
+                ("block_size", config.block_size),
+                ("target_layer_ids", config.target_layer_ids),
+                ("mask_token_id", config.mask_token_id),
+                ("num_attention_heads", config.num_attention_heads),
+                ("num_key_value_heads", config.num_key_value_heads),
+                ("head_dim", config.head_dim),
+                ("intermediate_size", config.intermediate_size),
+            ):
+                if (asked := getattr(wish, name)) not in (ours, getattr(DrafterSettings(), name)):
+                    self._say(f"drafter.{name} is not {asked} but {ours}, as in {wish.warm_start}")
             if not self.target.head.fits(config) or config.num_target_layers != self.target.layer_count:
                 raise CheckpointError(f"{wish.warm_start} is no drafter for this target: sizes or scales differ")
             return config
@@ -412,8 +424,9 @@ class Trainer:
             return []
         data = self.settings.data
         count = min(data.validation_batches, max(1, len(self.held_out) // data.batch_size))
+        name = "data.validation" if data.validation else "the rows that data.validation_share sets apart"
         stream = micro_batches(
-            self._examples(self.held_out, "validation", "the validation rows", shuffle=False),
+            self._examples(self.held_out, "validation", name, shuffle=False),
             seed=seed_for(self.settings.run.seed, "validation"),
             batch_size=data.batch_size,
             anchors=self.settings.drafter.anchors,
@@ -461,6 +474,8 @@ class Trainer:
         master.restore(tensors)
         examples.seek(state["position"])
         self._say(f"resumed from {path}")
+        if others := _changes(state["settings"], settings):
+            self._say(f"with other settings than before: {', '.join(others)}")
         return int(state["step"])
 
     def _numbers(self, reports: list[StepReport], lr: float) -> dict[str, Any]:
@@ -516,3 +531,14 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Settings that differ and may, in words; those that an older checkpoint lacks are no change."""
+    out = []
+    for section, values in now.items():
+        for name, value in values.items():
+            was = before.get(section, {}).get(name, value)
+            if was != value and (section, name) != ("run", "out"):
+                out.append(f"{section}.{name} {value} ({was})")
+    return out

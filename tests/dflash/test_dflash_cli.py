@@ -108,6 +108,52 @@ def test_prepare_does_not_write_what_it_reads(place: Path, tmp_path: Path, capsy
     assert data.read_bytes() == (place / "data.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "-1"], "--temperature is -1.0 and has to be at least 0"),
+        (["--temperature", ".nan"], "--temperature is nan and has to be at least 0"),
+        (["--top-p", "0"], "--top-p is 0.0 and has to be above 0 and at most 1"),
+        (["--top-p", "1.5"], "--top-p is 1.5"),
+    ],
+)
+def test_numbers_that_nothing_can_be_drawn_with_are_refused(
+    place: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    data, target = str(place / "data.jsonl"), str(place / "target")
+    assert call("prepare", data, "--target", target, "--out", str(out), *words) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_prepare_does_not_end_well_without_an_answer(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    out = tmp_path / "out.jsonl"
+    words = ("--target", str(place / "target"), "--out", str(out), "--dtype", "float32", "--device", "cpu")
+    assert call("prepare", str(data), *words) == 2
+    said = capsys.readouterr()
+    assert "data.jsonl:1: no conversation" in said.out
+    assert "data.jsonl:2: no turn of the assistant" in said.out
+    assert "no conversation was written" in said.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_report_that_does_not_fit_on_the_disk_is_told_with_its_name(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    settings = str(place / "settings.yaml")
+    assert call("train", "--config", settings, "--run.out", str(run), "--run.max_steps", "1") == 0
+    words = ("--target", str(place / "target"), "--prompts", str(place / "data.jsonl"), "--limit", "1")
+    more = ("--new-tokens", "2", "--device", "cpu", "--json", "/dev/full")
+    assert call("eval", str(run / "export"), *words, *more) == 2
+    assert "--json /dev/full cannot be written: [Errno 28]" in capsys.readouterr().err
+
+
 def test_the_demo_replaces_a_demo_and_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +185,9 @@ def test_the_demo_replaces_a_demo_and_no_run(
         (["--data.train", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["--data.validation", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["--target.devices", "cuda:9"], "cuda:9 does not exist"),
-        (["--data.bucket", "0"], "data.bucket is too small"),
+        (["--data.max_length", "1"], "data.max_length is 1 and has to be at least 2"),
+        (["--target.devices", "[]"], "target.devices names no device"),
+        (["--data.bucket", "0"], "data.bucket is 0 and has to be at least 1"),
     ],
 )
 def test_mistakes_are_answered_with_one_line(

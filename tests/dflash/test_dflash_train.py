@@ -230,7 +230,9 @@ def test_a_checkpoint_that_was_damaged_is_refused_with_an_older_one_named(tmp_pa
     data = bytearray((last / "state.safetensors").read_bytes())
     data[-1] ^= 1
     (last / "state.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"step-00000009 is damaged.*an older one is .*step-00000006"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000009 is damaged.*an older one is .*step-00000006.*if step-00000009 is moved"
+    ):
         trainer(tmp_path).run(quiet=True)
 
 
@@ -409,6 +411,59 @@ def test_the_plan_counts_what_is_there(tmp_path: Path) -> None:
     assert run.plan.steps == run.steps == 9
     assert any("63" in line for line in run.plan.lines)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("taps", "count"), [((0, 2), 0), ((0, 1, 2), 0), ((2, 0), 1), ((1, 1), 1), (None, 1)])
+def test_the_plan_warns_of_taps_that_engines_do_not_collect(
+    tmp_path: Path, taps: tuple[int, ...] | None, count: int
+) -> None:
+    # Four layers and two taps: the reference's rule names one layer twice.
+    lines = trainer(tmp_path, drafter__target_layer_ids=taps).plan.lines
+    assert sum("tapped layers repeat or do not ascend" in line for line in lines) == count
+
+
+def test_the_plan_says_which_device_auto_is(tmp_path: Path) -> None:
+    lines = trainer(tmp_path, target__devices=("auto",)).plan.lines
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    assert f"devices  targets auto ({device}); drafters cpu, cpu" in lines
+
+
+def test_a_resumed_run_says_which_settings_are_others(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", run__max_steps=3).run(quiet=True)
+    for changes, expected in (
+        ({"run__max_steps": 3}, []),
+        (
+            {"run__max_steps": 4, "optim__lr": 2e-2},
+            ["with other settings than before: optim.lr 0.02 (0.01), run.max_steps 4 (3)"],
+        ),
+    ):
+        said: list[str] = []
+        run = Trainer(
+            settings(tmp_path / "run", **changes),
+            target=Target(tiny.target_model("qwen3")), rows=rows(), say=said.append,
+        )  # fmt: skip
+        run.run(quiet=True)
+        assert [line for line in said if "settings" in line] == expected
+
+
+def test_sizes_that_a_warm_start_overrules_are_named(tmp_path: Path) -> None:
+    shape = Target(tiny.target_model("qwen3")).drafter_config(layers=2, block_size=4, mask_token_id=63, taps=(0, 2))
+    export_drafter(tiny.drafter(shape).state_dict(), shape, tmp_path / "released")
+    said: list[str] = []
+    Trainer(
+        settings(tmp_path / "run", drafter__warm_start=str(tmp_path / "released"), drafter__layers=3),
+        target=Target(tiny.target_model("qwen3")), rows=rows(), say=said.append,
+    )  # fmt: skip
+    assert said == [f"drafter.layers is not 3 but 2, as in {tmp_path / 'released'}"]
+
+
+def test_validation_rows_without_anything_to_learn_are_told_with_the_setting(tmp_path: Path) -> None:
+    table = Table([{"input_ids": [3]} for _ in range(20)], "made")
+    run = Trainer(
+        settings(tmp_path / "run"), target=Target(tiny.target_model("qwen3")), rows=table, say=lambda line: None
+    )
+    with pytest.raises(DataError, match=r"the rows that data\.validation_share sets apart: none of 2 rows"):
+        run.run(quiet=True)
 
 
 def test_the_plan_warns_of_what_engines_do_not_read_in_an_export(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_a_dflash2_drafter_of_fewer_tokens_than_the_target_has_is_refused(tmp_pa
         ({"drafter__conv_group_size": 5}, "conv_group_size 5 does not divide the hidden size, 32"),
         ({"drafter__conv_kernel_size": 5}, "conv_kernel_size 5 is more than the block size, 4"),
         ({"drafter__selector_top_k": 65}, "selector_top_k 65 is more than the tokens there are, 64"),
-        ({"drafter__selector_rank": 0}, r"drafter\.selector_rank is too small"),
+        ({"drafter__selector_rank": 0}, r"drafter\.selector_rank is 0 and has to be at least 1"),
         ({"loss__selector_weight": -1.0}, r"loss\.selector_weight is -1\.0 and has to be at least 0"),
         ({"drafter__version": 3}, r"drafter\.version is 3 and has to be 1 or 2"),
         (plain(1, drafter__selector_rank=6), r"drafter\.selector_rank belongs to DFlash 2 .* say drafter\.version 2"),
