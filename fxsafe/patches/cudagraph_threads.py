@@ -18,11 +18,14 @@ This file can be deleted when the oldest supported torch has trees, recordings a
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import itertools
+import os
 import sys
 import threading
+import time
 import weakref
 from _thread import get_ident
 from collections import defaultdict
@@ -47,6 +50,7 @@ _OWNER = "fxsafe_cudagraph_owner"
 _CACHED = "_set_cached_tensors_enabled"
 # Methods of the manager that allocate from its pool or capture: the CUDA state of the process is another meanwhile.
 _CAPTURING = ("__init__", "run_eager", "record_function")
+_ENDING_S = 2.0
 
 
 class _Owner:
@@ -107,6 +111,9 @@ class _Threads:
         self.capturing = threading.RLock()
         self.on_first: Callable[[], None] | None = None
         self._takes = _takes_references(self._c)
+        # Native idents of threads that have ended for Python, and perhaps not yet for C++.
+        self._ending: set[int] = set()
+        atexit.register(self._wait_for_ending)
         self._mend()
 
     def _mend(self) -> None:
@@ -200,8 +207,17 @@ class _Threads:
         owner.recorded.clear()  # torch lets go of a manager with the last function that it has recorded
         owner.containers.clear()
         self._owners.discard(owner)
+        self._ending = {thread for thread in tuple(self._ending) if _exists(thread)} | {threading.get_native_id()}
         self._left.extend(managers)
         self.sweep()
+
+    def _wait_for_ending(self) -> None:
+        """At the end of the process. A thread is joined before its C++ state is gone, which takes the GIL to let go of
+        what it holds; while Python shuts down that ends the process by ``std::terminate``.
+        """
+        until = time.monotonic() + _ENDING_S
+        while any(map(_exists, self._ending)) and time.monotonic() < until:
+            time.sleep(0.001)  # lets the GIL go
 
     def sweep(self) -> None:
         """Lets go of the trees of ended threads that nobody has a tensor of."""
@@ -269,6 +285,11 @@ def _takes_references(c: Any) -> bool:
         _give_reference(None)
     c._stash_obj_in_tls(_OWNER, None)
     return takes
+
+
+def _exists(thread: int) -> bool:
+    """Whether a thread of this process is still there; False where there is no /proc."""
+    return os.path.exists(f"/proc/self/task/{thread}")
 
 
 def _give_reference(value: object) -> None:
