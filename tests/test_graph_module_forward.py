@@ -90,7 +90,7 @@ def test_the_gate_refuses_another_shape(monkeypatch: pytest.MonkeyPatch) -> None
     assert plan_of("graph-module-forward").edits
     name = "fx_forward_from_src_skip_result"
     with monkeypatch.context() as changed:
-        changed.setattr(convert_frame, name, convert_frame.log_dynamo_start)
+        changed.setattr(convert_frame, name, convert_frame.convert_frame)
         with pytest.raises(ShapeError, match="unknown shape"):
             plan_of("graph-module-forward")
     with monkeypatch.context() as changed:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import inspect
 import pickle
 import threading
@@ -119,11 +120,15 @@ def test_two_traces_that_overlap_leave_nothing_and_show_it_to_nobody(patched: bo
         two = Task(second)
         assert second_in.wait(SOON_S)
         seen["others"] = replaced()
-        graphs = one.result(), two.result()
+        graphs = []
+        for task in (one, two):
+            # Without the patch the second finds the originals, which up to torch 2.8 refuse what it gives them.
+            with contextlib.nullcontext() if patched else contextlib.suppress(TypeError):
+                graphs.append(task.result())
         seen["afterwards"] = replaced()
     if patched:
         assert seen == {"first": list(NAMES), "second": list(NAMES), "others": [], "afterwards": []}
-        assert graphs == (alone, alone)
+        assert graphs == [alone, alone]
         assert type(torch) is types.ModuleType
     else:
         assert seen["others"] == seen["afterwards"] == list(NAMES)
@@ -218,7 +223,7 @@ def test_a_compile_beside_a_trace_gives_the_graph_that_it_gives_alone(function: 
 
 
 def sums(x: Any) -> Any:
-    return x + torch.zeros(x.shape[0])
+    return x + torch.full_like(x, 2)
 
 
 def test_other_threads_have_the_identical_functions_beside_a_trace() -> None:
