@@ -262,6 +262,68 @@ def test_a_finalizer_that_uses_the_trees_while_those_of_an_ended_thread_go() -> 
     )
 
 
+def test_the_interpreter_ends_right_after_threads_that_had_trees() -> None:
+    """Their C++ state goes later than ``join`` returns: a third of such programs died by SIGABRT."""
+    passes(
+        """
+        import os, sys
+        import torch._inductor.cudagraph_trees as trees
+        import fxsafe
+        fxsafe.install(patches=["cudagraph-threads"])
+        trees.get_container(0)
+        sys.setswitchinterval(1)
+        leave = threading.Event()
+
+        def work():
+            trees.get_container(0)
+            leave.wait()
+
+        for _ in range(25):
+            child = os.fork()
+            if child == 0:
+                threads = [threading.Thread(target=work) for _ in range(60)]
+                for thread in threads:
+                    thread.start()
+                leave.set()
+                for thread in threads:
+                    thread.join()
+                sys.exit()
+            assert os.waitpid(child, 0)[1] == 0
+        """
+    )
+
+
+def test_threads_that_end_at_once_are_all_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one looks which of the others are gone, another ends."""
+    with applied(NAME):
+        looked, ended = threading.Event(), threading.Event()
+
+        def exists(_: int) -> bool:
+            looked.set()
+            return ended.wait(60)
+
+        monkeypatch.setattr(cudagraph_threads, "_exists", exists)
+        _threads()._ending.add(0)
+        first = threading.Thread(target=tree_here)
+        first.start()
+        assert looked.wait(60)
+        monkeypatch.setattr(cudagraph_threads, "_exists", lambda _: True)
+        second = threading.Thread(target=tree_here)
+        second.start()
+        second.join()
+        ended.set()
+        first.join()
+        assert {first.native_id, second.native_id} <= _threads()._ending
+
+
+def test_a_thread_that_only_installs_gets_no_state_that_could_outlive_it() -> None:
+    def install() -> bool:
+        with applied(NAME):
+            return bool(torch._C._is_key_in_tls("fxsafe_cudagraph_owner"))
+
+    assert Task(install).result() is False
+
+
 def test_a_fork_while_other_threads_have_trees_and_record() -> None:
     """A fork takes the Python state of all other threads down in the child: nothing of CUDA's may be touched there."""
     passes(
@@ -373,7 +435,9 @@ def test_uninstall_while_a_thread_gets_the_first_trees() -> None:
 
         slow = Slow("slow")
         vars(slow)["GenerationTracker"] = original
-        sys.modules["slow"] = slow
+        there = dict(sys.modules)
+        sys.modules.clear()  # the first to be looked at
+        sys.modules.update({"slow": slow, **there})
         handle = fxsafe.install(patches=["cudagraph-threads"])
         threads = [threading.Thread(target=trees.get_container, args=(0,)), threading.Thread(target=handle.uninstall)]
         threads[0].start()

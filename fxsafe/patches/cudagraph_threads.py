@@ -110,17 +110,20 @@ class _Threads:
         self._numbers = itertools.count()
         self.capturing = threading.RLock()
         self.on_first: Callable[[], None] | None = None
-        self._takes = _takes_references(self._c)
+        self._takes: bool | None = None
         # Native idents of threads that have ended for Python, and perhaps not yet for C++.
         self._ending: set[int] = set()
         atexit.register(self._wait_for_ending)
-        self._mend()
+        if self._c._is_key_in_tls(_CONTAINERS):  # otherwise the thread that installs needs no C++ state
+            self._mend()
 
     def _mend(self) -> None:
         """What the C++ state of this thread got from torch, which imported the module here, or from a work-around."""
         if self._here.mended:
             return
         self._here.mended = True
+        if self._takes is None:
+            self._takes = _takes_references(self._c)
         for name in (_CONTAINERS, _LOCKS):
             if not self._takes and self._c._is_key_in_tls(name):
                 _give_reference(self._c._get_obj_in_tls(name))
@@ -207,7 +210,8 @@ class _Threads:
         owner.recorded.clear()  # torch lets go of a manager with the last function that it has recorded
         owner.containers.clear()
         self._owners.discard(owner)
-        self._ending = {thread for thread in tuple(self._ending) if _exists(thread)} | {threading.get_native_id()}
+        self._ending.add(threading.get_native_id())
+        self._ending.difference_update([thread for thread in tuple(self._ending) if not _exists(thread)])
         self._left.extend(managers)
         self.sweep()
 
@@ -216,7 +220,7 @@ class _Threads:
         what it holds; while Python shuts down that ends the process by ``std::terminate``.
         """
         until = time.monotonic() + _ENDING_S
-        while any(map(_exists, self._ending)) and time.monotonic() < until:
+        while any(map(_exists, tuple(self._ending))) and time.monotonic() < until:
             time.sleep(0.001)  # lets the GIL go
 
     def sweep(self) -> None:
