@@ -17,7 +17,19 @@ import torch
 import torch.fx
 from torch import nn
 
-__all__ = ["WAIT", "Held", "Task", "attempt", "cannot", "finish", "held_trace", "lowering", "short", "trace"]
+__all__ = [
+    "WAIT",
+    "Held",
+    "Task",
+    "attempt",
+    "cannot",
+    "finish",
+    "held_compile",
+    "held_trace",
+    "lowering",
+    "short",
+    "trace",
+]
 
 logging.disable(logging.CRITICAL)
 warnings.simplefilter("ignore")
@@ -118,4 +130,24 @@ def held_trace() -> Iterator[Task]:
         yield task
     finally:
         held.leave.set()
+        task.result()
+
+
+@contextlib.contextmanager
+def held_compile() -> Iterator[Task]:
+    """While the body runs, another thread is inside ``torch.compile``'s backend; afterwards its task has ended."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def holding(module: Any, example_inputs: Any) -> Any:
+        inside.set()
+        leave.wait(WAIT)
+        return module.forward
+
+    task = Task(lambda: torch.compile(lambda x: x + 1, backend=holding)(torch.ones(2)))
+    if not inside.wait(WAIT):
+        cannot(f"the compile did not start: {task.result(0)}")
+    try:
+        yield task
+    finally:
+        leave.set()
         task.result()

@@ -4,27 +4,15 @@ Dynamo marks the code of graph modules that are made during a compile as code to
 made. torch.compile then runs them eagerly without a word, or fails with fullgraph=True.
 """
 
-import threading
 from typing import Any
 
 import torch
 import torch.fx
 from torch import nn
 
-from fxsafe.doctor.faults._kit import WAIT, Task, attempt, cannot, finish
+from fxsafe.doctor.faults._kit import attempt, finish, held_compile
 
 ADVICE = "make graph modules (trace, load, recompile) while no other thread compiles"
-inside, leave = threading.Event(), threading.Event()
-
-
-def holding(module: Any, example_inputs: Any) -> Any:
-    inside.set()
-    leave.wait(WAIT)
-    return module.forward
-
-
-def compile_there() -> Any:
-    return torch.compile(lambda x: x + 1, backend=holding)(torch.ones(2))
 
 
 def made() -> torch.fx.GraphModule:
@@ -48,11 +36,7 @@ def graphs(module: Any) -> Any:
     return attempt(call)
 
 
-task = Task(compile_there)
-if not inside.wait(WAIT):
-    cannot(f"the compile did not start: {task.result(0)}")
-module = made()
-leave.set()
-task.result()
+with held_compile():
+    module = made()
 beside, alone = graphs(module), graphs(made())
 finish(beside != alone, graphs_alone=alone, graphs_beside=beside)

@@ -3,26 +3,14 @@
 Dynamo says in a module global that graph modules are to be lazy, for the length of each compile.
 """
 
-import threading
 from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxsafe.doctor.faults._kit import WAIT, Task, attempt, cannot, finish
+from fxsafe.doctor.faults._kit import attempt, finish, held_compile
 
 ADVICE = "do not trace or export while another thread compiles"
-inside, leave = threading.Event(), threading.Event()
-
-
-def holding(module: Any, example_inputs: Any) -> Any:
-    inside.set()
-    leave.wait(WAIT)
-    return module.forward
-
-
-def compile_there() -> Any:
-    return torch.compile(lambda x: x + 1, backend=holding)(torch.ones(2))
 
 
 def kind() -> Any:
@@ -30,10 +18,6 @@ def kind() -> Any:
 
 
 alone = kind()
-task = Task(compile_there)
-if not inside.wait(WAIT):
-    cannot(f"the compile did not start: {task.result(0)}")
-beside = kind()
-leave.set()
-task.result()
+with held_compile():
+    beside = kind()
 finish(beside != alone, alone=alone, beside=beside)
