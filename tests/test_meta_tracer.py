@@ -92,13 +92,13 @@ def put_back() -> Iterator[None]:
 @pytest.mark.parametrize("patched", [False, True])
 def test_two_traces_that_overlap_leave_nothing_and_show_it_to_nobody(patched: bool, put_back: None) -> None:
     alone = trace()
-    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+    first_in, second_in, others_looked, first_out = (threading.Event() for _ in range(4))
     seen: dict[str, Any] = {}
 
     def first() -> Any:
         def during() -> None:
             first_in.set()
-            assert second_in.wait(SOON_S)
+            assert others_looked.wait(SOON_S)
             seen["first"] = replaced()
 
         try:
@@ -120,6 +120,7 @@ def test_two_traces_that_overlap_leave_nothing_and_show_it_to_nobody(patched: bo
         two = Task(second)
         assert second_in.wait(SOON_S)
         seen["others"] = replaced()
+        others_looked.set()
         graphs = []
         for task in (one, two):
             # Without the patch the second finds the originals, which up to torch 2.8 refuse what it gives them.
