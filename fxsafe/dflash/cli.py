@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import jsonargparse
 
 import fxsafe
 from fxsafe.dflash.errors import DFlashError
+from fxsafe.dflash.files import require_writable, write_whole
 from fxsafe.dflash.losses import LossSettings
 from fxsafe.dflash.optim import OptimSettings
 from fxsafe.dflash.settings import (
@@ -54,7 +56,12 @@ class _Parser(jsonargparse.ArgumentParser):  # type: ignore[misc, unused-ignore]
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         parser = getattr(ex, "subcommand_parser", None) or self
         prog = parser.prog.replace(" [options]", "")
-        print(f"{prog}: {' '.join(message.split())}; see {prog} --help", file=sys.stderr)
+        # YAML knows the text only, not whose it is.
+        message = " ".join(message.replace(' in "<unicode string>",', " at").split())
+        if (section := re.match(r'Parser key "(\w+)": Unable to load config', message)) and section[1] in SECTIONS:
+            name = next(iter(SECTIONS[section[1]].__dataclass_fields__))
+            message += f" (--{section[1]} takes a file of settings; one of them is given as --{section[1]}.{name})"
+        print(f"{prog}: {message}; see {prog} --help", file=sys.stderr)
         sys.exit(2)
 
 
@@ -243,10 +250,7 @@ def _eval(options: Any) -> int:
 
     _counts(options, "limit", "new_tokens", "prompt_tokens")
     if options.json:  # not after all prompts
-        try:
-            Path(options.json).open("a").close()
-        except OSError as error:
-            raise DFlashError(f"--json {options.json} cannot be written: {error}") from error
+        require_writable("--json", Path(options.json))
     path = Path(options.drafter)
     if (path / "checkpoints").is_dir():
         made = path / "export"
@@ -302,7 +306,7 @@ def _eval(options: Any) -> int:
             )
     if options.json:
         try:
-            Path(options.json).write_text(json.dumps(report.to_json(), indent=2) + "\n")
+            write_whole(Path(options.json), json.dumps(report.to_json(), indent=2) + "\n")
         except OSError as error:  # the disk is full
             raise DFlashError(f"--json {options.json} cannot be written: {error}") from error
     return 0

@@ -14,7 +14,7 @@ import tokens
 
 import fxsafe
 import fxsafe.cli
-from fxsafe.dflash import cli, demo
+from fxsafe.dflash import cli, demo, files
 from fxsafe.dflash.export import export_drafter
 from fxsafe.dflash.settings import DataSettings
 from fxsafe.dflash.target import Target, load_tokenizer
@@ -154,6 +154,25 @@ def test_a_report_that_does_not_fit_on_the_disk_is_told_with_its_name(
     assert "--json /dev/full cannot be written: [Errno 28]" in capsys.readouterr().err
 
 
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, link, real = tmp_path / "report.json", tmp_path / "link.json", tmp_path / "real.json"
+    report.write_text("before")
+    link.symlink_to(real)
+    files.require_writable("--json", report)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            files.write_whole(report, "after")
+    assert report.read_text() == "before"
+    files.write_whole(report, "after")
+    files.require_writable("--json", link)
+    files.write_whole(link, "linked")
+    assert report.read_text() == "after"
+    assert link.is_symlink()
+    assert real.read_text() == "linked"
+    assert sorted(tmp_path.iterdir()) == [link, real, report]
+
+
 def test_the_demo_replaces_a_demo_and_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +224,8 @@ def test_mistakes_are_answered_with_one_line(
         (["train", "--data.bucket", "many"], 'Parser key "data.bucket": Expected a'),
         (["train", "--data.trian", "x.jsonl"], "nrecognized arguments: --data.trian x.jsonl"),
         (["trian"], "argument COMMAND: invalid choice: 'trian'"),
+        (["train", "--target", "Qwen/none"], "one of them is given as --target.model"),
+        (["train", "--config", "{target: {model"], "while parsing a flow mapping at line 1, column 10"),
     ],
 )
 def test_words_that_are_no_settings_are_answered_with_one_line_and_not_with_all_settings(

@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fxsafe.dflash.errors import SettingsError
+from fxsafe.dflash.files import require_writable, write_whole
 from fxsafe.dflash.stress.plan import MODES, Mode, Plan, modes_of
 from fxsafe.dflash.stress.report import draw, require_picture, summary, table
 from fxsafe.dflash.stress.runner import fit_for_forking, run_modes
@@ -45,7 +45,7 @@ def stress(options: Any) -> int:
     plan = plan_of(options, modes)
     for name in ("json", "png", "record"):
         if path := getattr(options, name):
-            _require_writable(f"--{name}", Path(path))
+            require_writable(f"--{name}", Path(path))
     if options.png:
         require_picture(Path(options.png))
     import torch
@@ -87,7 +87,7 @@ def _report(rows: list[dict[str, Any]], plan: Plan, title: str, options: Any) ->
             "modes": rows,
         }
         try:
-            _write(Path(options.json), json.dumps(content, indent=1) + "\n")
+            write_whole(Path(options.json), json.dumps(content, indent=1) + "\n")
         except OSError as error:
             print(f"--json {options.json} cannot be written: {error}", file=sys.stderr)
             written = False
@@ -98,31 +98,6 @@ def _report(rows: list[dict[str, Any]], plan: Plan, title: str, options: Any) ->
             print(f"--png {options.png} cannot be written: {error}", file=sys.stderr)
             written = False
     return written
-
-
-def _require_writable(option: str, path: Path) -> None:
-    """Before the run, which may last hours."""
-    try:
-        if path.exists() and not path.is_file():
-            with path.open("ab"):
-                return
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise SettingsError(f"{option} {path} cannot be written: {error}") from None
-
-
-def _write(path: Path, text: str) -> None:
-    """All or nothing, where there is a file or none."""
-    if path.exists() and not path.is_file():
-        path.write_text(text)
-        return
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        beside.write_text(text)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
