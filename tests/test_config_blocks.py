@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(RELEASE >= (2, 12), reason="torch keeps settings
 NAME = "config-blocks"
 config: Any = torch._dynamo.config
 KEY = "assume_static_by_default"
-LIMIT = "recompile_limit" if RELEASE >= (2, 6) else "cache_size_limit"
+LIMIT = "recompile_limit" if RELEASE >= (2, 7) else "cache_size_limit"
 
 
 @pytest.fixture(autouse=True)
