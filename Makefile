@@ -4,6 +4,7 @@
 # make test-threads  ordinary uses of torch.fx and what stands on it, each test in four threads at once
 # make test-dflash  the trainer's own tests
 # make test-recipes  the scripts of docs/recipes.md that need libraries
+# make test-transformers4  the tracer that transformers had up to 4, on one of its releases
 # make lint      style, types
 # make bench     what fxsafe costs, as ratios
 # make soak      everything that traces, at once, for MINUTES (10), every result compared with a serial run
@@ -17,7 +18,7 @@ DFLASH_READY := $(DFLASH_VENV)/.ready
 ARGS ?=
 MINUTES ?= 10
 
-.PHONY: demo test test-threads test-dflash test-recipes lint bench soak matrix clean
+.PHONY: demo test test-threads test-dflash test-recipes test-transformers4 lint bench soak matrix clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml
@@ -56,6 +57,12 @@ test-recipes: pyproject.toml
 	.venv-recipes/bin/python -m pip install --quiet torch==$(TORCH)
 	.venv-recipes/bin/python -m pip install --quiet --editable '.[test,recipes]'
 	.venv-recipes/bin/python -m pytest tests/recipes $(ARGS)
+
+test-transformers4: pyproject.toml
+	test -d .venv-transformers4 || $(PYTHON) -m venv .venv-transformers4
+	.venv-transformers4/bin/python -m pip install --quiet torch==$(TORCH)
+	.venv-transformers4/bin/python -m pip install --quiet --editable '.[test]' 'transformers==4.46.3'
+	.venv-transformers4/bin/python -m pytest tests/transformers4 $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -19,14 +19,12 @@ This file can be deleted when the oldest supported torch replaces nothing there.
 from __future__ import annotations
 
 import functools
-import threading
-from _thread import get_ident
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from fxsafe.dynamo import frame_hider
-from fxsafe.edits import CodeWrap, ModuleProperties
+from fxsafe.edits import CodeWrap
+from fxsafe.patches._torch_view import TorchView, after_fork_in_child, hide_frames, torch_view
 from fxsafe.patches.base import Patch, Plan
 from fxsafe.shapes import ShapeError, own_function, shape_of
 from fxsafe.traces import FX
@@ -38,92 +36,10 @@ _WHERE = f"{META_TRACER}.MetaTracer"
 _NAMES = "_TORCH_METHODS_TO_PATCH"
 
 
-class _View(ModuleProperties):
-    """Properties of ``torch`` that are there while any thread traces with ``MetaTracer``."""
-
-    def __init__(self, torch: ModuleType) -> None:
-        super().__init__("torch", torch, {})
-        self._globals = vars(torch)
-        self._lock = threading.RLock()
-        # Thread ident -> name -> what the thread has there; no entry for a thread that does not trace.
-        self._own: dict[int, dict[str, Any]] = {}
-
-    def own(self) -> dict[str, Any] | None:
-        return self._own.get(get_ident())
-
-    def begin(self, names: Iterable[str]) -> None:
-        """What the calling thread writes to these names from now on, it writes for itself."""
-        with self._lock:
-            there = {name: self._globals[name] for name in names if name in self._globals}
-            new = {name: self._property(name) for name in there.keys() - self._properties.keys()}
-            self._properties.update(new)
-            if self._is_there():
-                for name, value in new.items():
-                    setattr(self._class, name, value)
-            self._own[get_ident()] = there | (self.own() or {})
-            self._settle()
-
-    def end(self, before: dict[str, Any] | None) -> None:
-        """
-        Args:
-            before: what ``own`` returned before ``begin``.
-        """
-        with self._lock:
-            if before is None:
-                self._own.pop(get_ident(), None)
-            else:
-                self._own[get_ident()] = before
-            self._settle()
-
-    def after_fork_in_child(self) -> None:
-        self._lock = threading.RLock()
-        me = get_ident()
-        self._own = {ident: own for ident, own in self._own.items() if ident == me}
-        self._settle()
-
-    def _settle(self) -> None:
-        if not self._own:
-            self.undo()
-        elif not self._is_there():
-            self.apply()
-
-    def _is_there(self) -> bool:
-        return self._class is not None and isinstance(self._module, self._class)  # or a class that others derived
-
-    def _property(self, name: str) -> property:
-        everybodys = self._globals
-
-        def mine() -> dict[str, Any]:
-            own = self._own.get(get_ident())
-            return everybodys if own is None or name not in own else own
-
-        def read(module: Any) -> Any:
-            try:
-                return mine()[name]
-            except KeyError:
-                raise AttributeError(name) from None  # torch's own __getattr__ is asked then
-
-        def write(module: Any, value: Any) -> None:
-            mine()[name] = value
-
-        def delete(module: Any) -> None:
-            try:
-                del mine()[name]
-            except KeyError:
-                raise AttributeError(name) from None
-
-        frame_hider()(mine, read, write, delete)
-        return property(read, write, delete)
-
-
-# One for the process: a trace may outlive the installation that it began in.
-_view = functools.cache(_View)
-
-
 class _Session:
     """What the body of ``_trace`` works with."""
 
-    def __init__(self, view: _View, trace: FunctionType) -> None:
+    def __init__(self, view: TorchView, trace: FunctionType) -> None:
         self.trace = trace
         self.own, self.begin, self.end = view.own, view.begin, view.end
 
@@ -156,20 +72,13 @@ def _plan(modules: Mapping[str, ModuleType]) -> Plan:
     used = {*function.__code__.co_names, *shape_of(function.__code__).reads}
     if not {"setattr", "torch", _NAMES} <= used:
         raise ShapeError(f"{_WHERE}.trace has an unknown shape: {shape_of(function.__code__)}")
-    view, hide = _view(modules["torch"]), frame_hider()
-    for kind in (_View, ModuleProperties):
-        hide(*(method for method in vars(kind).values() if isinstance(method, FunctionType)))
+    view = torch_view(modules["torch"])
+    hide_frames()
     try:
         edit = CodeWrap(f"{_WHERE}.trace", function, _Template.trace, functools.partial(_Session, view))  # type: ignore[arg-type]
     except ValueError as error:
         raise ShapeError(str(error)) from None
     return Plan([edit])
-
-
-def _after_fork_in_child() -> None:
-    import torch
-
-    _view(torch).after_fork_in_child()
 
 
 PATCH = Patch(
@@ -180,5 +89,5 @@ PATCH = Patch(
     plan=_plan,
     faults=("meta_tracer_overlap",),
     quiet=False,  # imported by those who use it, perhaps inside a trace
-    after_fork_in_child=_after_fork_in_child,
+    after_fork_in_child=after_fork_in_child,
 )
