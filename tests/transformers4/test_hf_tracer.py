@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -216,6 +217,23 @@ def test_a_model_runs_beside_a_trace_as_alone() -> None:
         with trace_elsewhere():
             assert run() == alone
         assert run() == alone
+
+
+def test_a_traced_model_is_loaded_beside_a_trace_as_alone() -> None:
+    # Each load is a trace, by the tracer that made the graph.
+    saved = pickle.dumps(fx.symbolic_trace(LlamaForCausalLM(model().config).eval(), ["input_ids", "attention_mask"]))
+    ids = {"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+
+    def load() -> Any:
+        loaded = pickle.loads(saved)
+        return loaded.code, loaded(**ids)["logits"].tolist()
+
+    alone = load()
+    with applied(*OTHERS, "hf-tracer"):
+        with trace_elsewhere():
+            assert load() == alone
+        assert load() == alone
+        assert replaced() == []
 
 
 def test_the_patch_may_come_and_go_in_the_middle_of_traces() -> None:
