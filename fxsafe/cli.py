@@ -252,8 +252,8 @@ def _info(fix: Fix, as_json: bool, verbose: bool) -> int:
         raise FxsafeError(f"torch cannot be imported: {error}") from error
     from fxsafe.patches import CATALOGUE
 
-    # A patch that waits for a module would say nothing of this torch.
-    for name in dict.fromkeys(module for patch in CATALOGUE for module in patch.modules):
+    # A patch that waits for a module would say nothing of this torch. Other libraries take seconds, and may be broken.
+    for name in dict.fromkeys(m for patch in CATALOGUE for m in patch.modules if m.partition(".")[0] == "torch"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     records = fxsafe.info()

@@ -138,8 +138,9 @@ def write(rows: dict[str, dict[str, object]]) -> None:
         reports = {r: {f["name"]: f for f in rows[r]["doctor"][fix]["faults"]} for r in releases}  # type: ignore[index]
         names = list(dict.fromkeys(name for report in reports.values() for name in report))
         for name in names:
-            claimed = any(reports[r].get(name, {}).get("claimed") for r in releases)
-            label = f"`{name}`" + ("" if claimed else " (advice)")
+            found = [reports[r][name] for r in releases if name in reports[r]]
+            advice = not any(f["claimed"] for f in found) and any(f["plain"] != "cannot-try" for f in found)
+            label = f"`{name}`" + (" (advice)" if advice else "")
             parts.append(f"| {label} | " + " | ".join(cell(reports[r].get(name)) for r in releases) + " |")
     OUTPUT.write_text("\n".join(parts) + "\n")
 

@@ -39,7 +39,8 @@ def probe(fix: Fix) -> dict[str, Any]:
         except (ImportError, OSError) as error:
             raise FxsafeError(f"torch cannot be imported: {error}") from error
         for name in dict.fromkeys(module for patch in CATALOGUE for module in patch.modules):
-            with contextlib.suppress(ImportError):
+            # Other libraries than torch may be missing, of another release, or broken.
+            with contextlib.suppress(ImportError if name.partition(".")[0] == "torch" else Exception):
                 importlib.import_module(name)
     said = [str(warning.message) for warning in caught if issubclass(warning.category, fxsafe.FxsafeWarning)]
     return {"bug": False, "torch": torch.__version__, "patches": fxsafe.info(), "warnings": said}
