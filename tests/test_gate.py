@@ -91,8 +91,8 @@ def test_what_came_with_a_later_release_is_not_waited_for(version, needed):
 def test_no_patch_waits_for_a_module_that_this_torch_does_not_have():
     with fxsafe.install():
         waiting = {status["name"] for status in fxsafe.info() if status["status"] == "waiting"}
-    absent = [m for p in CATALOGUE if p.name in waiting for m in p.modules if importlib.util.find_spec(m) is None]
-    assert not absent
+    expected = {m for p in CATALOGUE if p.name in waiting for m in p.modules if m.startswith("torch")}
+    assert not [m for m in expected if importlib.util.find_spec(m) is None]
 
 
 def test_the_shape_of_a_function_is_its_parameters_and_the_globals_it_reads_and_writes():
@@ -127,14 +127,20 @@ def test_a_function_below_a_well_behaved_wrapper_is_found_and_a_replacement_is_n
         own_function(st, "no_such_function")
 
 
+def _exists(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # nor its package
+        return False
+
+
 def test_planning_any_patch_changes_nothing_and_names_its_targets():
     for patch in CATALOGUE:
-        if any(importlib.util.find_spec(name) is None for name in patch.modules):
-            continue  # a module that this release does not have: the patch waits for it in vain
+        if any(not _exists(name) for name in patch.modules):
+            continue  # a module that this release, or this machine, does not have: the patch waits for it in vain
         modules = {name: importlib.import_module(name) for name in patch.modules}
         verdict = ask(patch, modules, torch.__version__)
         assert verdict.status in ("active", "not-needed"), (patch.name, verdict)
         if verdict.plan is not None:
-            assert all(
-                edit.target.startswith(("torch.", "builtins.", "math.", "sympy.")) for edit in verdict.plan.edits
-            )
+            roots = {edit.target.partition(".")[0] for edit in verdict.plan.edits}
+            assert roots <= {"torch", "builtins", "math", "sympy", "transformers"}
