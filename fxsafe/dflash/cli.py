@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonargparse
+import torch
 
 import fxsafe
 from fxsafe.dflash.errors import DFlashError
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     options = parser.parse_args(words)
     try:
+        _refuse_old_torch()
         if options.command == "stress":  # installs what each of its modes wants, in processes of their own
             return _stress(options.stress)
         # Several threads compile, which plain torch up to 2.13 does not survive.
@@ -97,6 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _refuse_old_torch() -> None:
+    # Pip sees to it, unless told otherwise. TorchVersion compares as versions, not as strings.
+    if torch.__version__ < "2.6":
+        raise DFlashError(
+            f"torch {torch.__version__} is installed, and the trainer needs 2.6 or newer: transformers 5.24 passes "
+            "over older ones, and their BlockMask takes no sequence lengths; pip install 'torch>=2.6'"
+        )
 
 
 def _parser() -> jsonargparse.ArgumentParser:

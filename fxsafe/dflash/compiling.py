@@ -59,15 +59,21 @@ def _can_be_deterministic() -> bool:
 def promise_recompile_limit(limit: int = RECOMPILE_LIMIT) -> None:
     """Make ``limit`` the recompile limit of every thread of the process, those of the autograd engine included."""
     config: Any = torch._dynamo.config
-    for name, value in (("recompile_limit", limit), ("accumulated_recompile_limit", max(256, 4 * limit))):
-        setattr(config, name, value)
-        config._config[name].default = value
+    name = _limit_name()
+    for key, value in ((name, limit), (f"accumulated_{name}", max(256, 4 * limit))):
+        setattr(config, key, value)
+        config._config[key].default = value
 
 
 def recompile_limit_here() -> int:
     """The recompile limit as the calling thread sees it."""
-    limit: int = torch._dynamo.config.recompile_limit
+    limit: int = getattr(torch._dynamo.config, _limit_name())
     return limit
+
+
+def _limit_name() -> str:
+    # Torch 2.6 knows the older name alone; to later releases that is an alias, without a default of its own.
+    return "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
 
 
 def graph_count() -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import tiny
 import tokens
+import torch
+from torch.torch_version import TorchVersion
 
 import fxsafe
 import fxsafe.cli
@@ -367,6 +369,16 @@ def test_a_missing_package_is_named_with_the_extra(
     monkeypatch.delitem(sys.modules, "fxsafe.dflash.cli", raising=False)
     assert fxsafe.cli.main(["dflash", "train"]) == 2
     assert "the package datasets is missing: pip install 'fxsafe[dflash]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["plot", "run"], ["stress", "--modes", "plain"]])
+def test_a_torch_that_is_too_old_is_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.5.1+cpu"))
+    assert call(*words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fxsafe dflash {words[0]}: torch 2.5.1+cpu is installed, and the trainer needs 2.6 or")
 
 
 def test_the_core_does_not_import_the_trainer() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch._inductor.config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from fxsafe.dflash.compiling import compile_here, graph_count
+from fxsafe.dflash.compiling import compile_here, graph_count, promise_recompile_limit, recompile_limit_here
 
 
 class Sees(CustomGraphPass):
@@ -26,6 +26,25 @@ class Sees(CustomGraphPass):
 
 def twice(x: torch.Tensor) -> torch.Tensor:
     return x * 2
+
+
+def test_another_thread_compiles_as_many_variants_as_were_promised() -> None:
+    torch._dynamo.reset()
+    before, graphs = recompile_limit_here(), graph_count()
+    compiled = compile_here(twice, backend="eager")
+
+    def call(sizes: range) -> None:
+        for size in sizes:
+            compiled(torch.ones(size))
+
+    try:
+        promise_recompile_limit(12)  # 8 is Dynamo's own
+        with ThreadPoolExecutor(1) as other:
+            other.submit(call, range(1, 15)).result()
+        assert graph_count() - graphs == 12
+    finally:
+        promise_recompile_limit(before)
+        torch._dynamo.reset()
 
 
 @pytest.mark.skipif(
