@@ -204,9 +204,10 @@ def test_a_step_that_runs_eager_in_silence_is_noticed(monkeypatch: pytest.Monkey
     assert (drafter.record.ok, drafter.record.eager, drafter.record.done) == (3, 0, True)
     if not hasattr(symbolic, "_is_fx_tracing_flag"):
         pytest.skip("the flag is per thread: nothing can set it for others")
-    monkeypatch.setattr(torch._dynamo.config, "error_on_nested_fx_trace", False)
     monkeypatch.setattr(symbolic, "_is_fx_tracing_flag", True)
-    drafter.run(time.perf_counter() + 1e9, lambda: False)
+    # Not monkeypatch, which deletes the setting at the end: torch 2.6 compiles nothing without it.
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        drafter.run(time.perf_counter() + 1e9, lambda: False)
     assert (drafter.record.ok, drafter.record.eager) == (6, 3)
 
 
