@@ -77,6 +77,6 @@ def _limit_name() -> str:
 
 
 def graph_count() -> int:
-    """How many graphs Dynamo has compiled in this process; constant once every shape has been seen."""
+    """How many graphs Dynamo has compiled in this process; from torch 2.10 on constant once every shape was seen."""
     count: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return count

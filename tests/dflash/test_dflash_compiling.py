@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import tiny
 import torch
 import torch._inductor.config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -47,10 +48,7 @@ def test_another_thread_compiles_as_many_variants_as_were_promised() -> None:
         torch._dynamo.reset()
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache"),
-    reason="before torch 2.10 Dynamo cannot be told to keep the order of variants",
-)
+@pytest.mark.skipif(not tiny.KEEPS_ORDER, reason="before torch 2.10 Dynamo cannot keep the order of variants")
 def test_a_thread_that_looks_for_its_variant_finds_it_while_another_one_uses_it() -> None:
     torch._dynamo.reset()
     compiled = compile_here(twice, backend="eager")

@@ -136,6 +136,7 @@ def test_drafters_that_compile_in_their_threads_learn_the_same() -> None:
         torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-3)
 
 
+@pytest.mark.skipif(not tiny.KEEPS_ORDER, reason="before torch 2.10 Dynamo cannot keep the order of variants")
 def test_after_warm_up_nothing_is_compiled_whatever_the_anchors_and_lengths() -> None:
     torch._dynamo.reset()  # drafters share what others of their shape have compiled
     run = Run(drafters=2, settings=ReplicaSettings(backend="aot_eager"))

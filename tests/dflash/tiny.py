@@ -15,6 +15,9 @@ from fxsafe.dflash.model import Drafter
 
 VOCAB = 64
 
+KEEPS_ORDER = hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache")
+"""From torch 2.10. Before, one thread can miss the variant that another one moves, and compile it once more."""
+
 
 def config(**changes: Any) -> DrafterConfig:
     values: dict[str, Any] = {
